@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
 from lightning_sym.merging.adapters import Adapter, with_adapter
-from lightning_sym.merging.alignment import Alignment, in_one_order
+from lightning_sym.merging.alignment import HOW, Alignment, How, in_one_order
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
 from lightning_sym.merging.checkpoint import Checkpoint, Found, model_of
@@ -36,7 +36,6 @@ from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
-WAYS = ("auto", "weights", "activations", "none")
 _NOT_ALIGNED = "was not aligned"
 # Networks whose matrices are farther apart do not come from one another: other seeds had 0.49 to 0.84 after alignment,
 # noisy fine-tunes 0.02.
@@ -100,7 +99,7 @@ def merge_checkpoints(
     inputs: Any = None,
     base: str | Path | None = None,
     method: str | MergeSettings = "linear",
-    align: Literal["auto", "weights", "activations", "none"] = "auto",
+    align: How = "auto",
     align_only: bool = False,
     recalibrate: bool = False,
     ignore: Sequence[str] = (),
@@ -182,34 +181,16 @@ def merge_checkpoints(
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
-    trace = functools.partial(
-        trace_symmetry, networks[0], *example.positional, output=example.output, **example.keywords
-    )
-    find = functools.partial(
-        aligned_networks,
-        networks=networks,
-        how="weights" if align_only and align == "auto" else align,
-        batches=statistics,
-        seed=seed,
-        copies=copies,
-        max_rounds=1 if asked.has_base or align_only else 20,
-    )
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
-        aligned = None
-        if align in ("auto", "none") and not align_only:
-            symmetry = trace(check=False, shifts=False)
-            aligned = find(symmetry) if align == "none" else in_one_order(symmetry, networks, seed=seed)
-        if aligned is None:  # elements may act
-            symmetry = trace()
-            aligned = find(symmetry)
+        symmetry, aligned = _alignment_of(networks, example, asked, align, align_only, statistics, seed, copies)
         largest = _check_unchanged(symmetry, aligned, networks)
         equal = tuple(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
-    settled = recalibrate or align_only
-    notes = (*_reasons(asked, aligned), *notes, *differing, *converted, *_notes(network, data, settled))
+    others = (*_strangers(asked, aligned), *notes, *differing, *converted)
+    others += _notes(network, data, recalibrate or align_only)
     if aligned.moved:
-        notes = (*notes, *symmetry.notes)
+        others += symmetry.notes
     else:
         symmetry.notes = (*symmetry.notes, "translations are not included, as no network moves")
     merged = asked.merged(aligned.networks)
@@ -225,7 +206,7 @@ def merge_checkpoints(
         plain = result if align_only else copies.copy(networks[0], asked.merged(networks).items())
         losses = evaluated.losses(asked.names, networks, plain, result, align_only)
         barriers = evaluated.barriers(networks, aligned.networks)
-        notes += warnings_of(losses, barriers, align, align_only)
+        others += warnings_of(losses, barriers, align, align_only)
         if not align_only and aligned.moved and losses[PLAIN][0] < losses[ALIGNED][0]:
             aligned, merged = _undone(symmetry, aligned, networks), asked.merged(networks)
             if recalibrate and statistics is not None:
@@ -248,7 +229,7 @@ def merge_checkpoints(
         tally=merged.tally,
         losses=losses,
         barriers=barriers,
-        notes=(*_equality_notes(asked.names, [after for _, after in equal]), *notes),
+        notes=(*_equality_notes(asked.names, [after for _, after in equal]), *_reasons(asked, aligned), *others),
     )
     options = {"align": align, "out_dtype": out_dtype, "ignore": list(ignore), "recalibrate": recalibrate}
     card = card_of(asked, aligned.reasons, description or configuration_of(asked, options), Path(out).name)
@@ -262,8 +243,8 @@ def merge_checkpoints(
 
 
 def _check_arguments(asked: Sources, align: str, align_only: bool, recalibrate: bool, train: Data | None) -> None:
-    if align not in WAYS:
-        raise ValueError(f"align must be one of {', '.join(WAYS)}, got {align!r}.{nearest(align, WAYS)}")
+    if align not in HOW:
+        raise ValueError(f"align must be one of {', '.join(HOW)}, got {align!r}.{nearest(align, HOW)}")
     if len(asked.found) < 2 and asked.settings.method.most != 1:
         raise ValueError(f"{asked.settings.method.name} merges two or more checkpoints, got one; pass another.")
     if align_only and (len(asked.found) != 2 or asked.has_base or align == "none"):
@@ -345,6 +326,38 @@ def _call(inputs: Any, dtype: torch.dtype) -> Call:
 # ---- alignment
 
 
+def _alignment_of(
+    networks: Sequence[nn.Module],
+    example: Call,
+    asked: Sources,
+    align: How,
+    align_only: bool,
+    batches: Inputs | None,
+    seed: int,
+    copies: NetworkFiles,
+) -> tuple[Symmetry, Alignment]:
+    """Trace the symmetry and align the networks to the first; trace only in part if no network has to move."""
+    trace = functools.partial(
+        trace_symmetry, networks[0], *example.positional, output=example.output, **example.keywords
+    )
+    find = functools.partial(
+        aligned_networks,
+        networks=networks,
+        how="weights" if align_only and align == "auto" else align,
+        batches=batches,
+        seed=seed,
+        copies=copies,
+        max_rounds=1 if asked.has_base or align_only else 20,
+    )
+    if align in ("auto", "none") and not align_only:
+        symmetry = trace(check=False, shifts=False)
+        aligned = find(symmetry) if align == "none" else in_one_order(symmetry, networks, seed=seed)
+        if aligned is not None:
+            return symmetry, aligned
+    symmetry = trace()  # elements may act
+    return symmetry, find(symmetry)
+
+
 def _recalibrate(network: nn.Module, parents: Sequence[nn.Module], data: Inputs, merged: MergedTensors) -> None:
     """Recompute the statistics of batch norms, or else repair the units of hidden layers."""
     if batch_norms(network):
@@ -383,18 +396,22 @@ def _undone(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module
 
 
 def _reasons(asked: Sources, aligned: Alignment) -> list[str]:
-    """Describe the alignment of each network but the reference, and those that do not seem to come from the base."""
-    notes, strange = [], []
-    rows = list(zip(asked.names, aligned.reasons, aligned.distances, aligned.networks, strict=True))
-    for name, reason, (before, after), network in rows[1:]:
+    """Describe the alignment of each network but the reference."""
+    notes = []
+    rows = list(zip(asked.names, aligned.reasons, aligned.distances, strict=True))
+    for name, reason, (before, after) in rows[1:]:
         if reason != _NOT_ALIGNED:
             done = f"{reason}: unchanged" if reason else f"was aligned (distance {before:.4g}, then {after:.4g})"
             notes.append(f"{name} {done}")
-        if asked.has_base and _apart(aligned.networks[0], network) > _UNRELATED:
-            strange.append(name)
-    if strange:
-        notes.append(f"{', '.join(strange)}: does not seem to come from the base {asked.names[0]}")
     return notes
+
+
+def _strangers(asked: Sources, aligned: Alignment) -> list[str]:
+    """Name the networks that do not seem to come from the base."""
+    base, *others = aligned.networks
+    pairs = zip(asked.names[1:], others, strict=True) if asked.has_base else ()
+    strange = [name for name, network in pairs if _apart(base, network) > _UNRELATED]
+    return [f"{', '.join(strange)}: does not seem to come from the base {asked.names[0]}"] if strange else []
 
 
 def _apart(one: nn.Module, two: nn.Module) -> float:
