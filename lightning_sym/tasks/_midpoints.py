@@ -14,7 +14,7 @@ from lightning_sym.networks import Network
 from lightning_sym.population import LoopPopulation
 from lightning_sym.stitching import sinkhorn
 from lightning_sym.symmetry import Element, Symmetry
-from lightning_sym.symmetry.matching.directions import OrbitDirections
+from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
 

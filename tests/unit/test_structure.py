@@ -26,7 +26,7 @@ LEVELS = [
     {"layers"},
     {"networks"},
     {"symmetry", "curvature", "weights"},
-    {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population"},
+    {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population", "orbit"},
     {"merging", "models"},
     {"reports", "figures"},
     {"_loading"},

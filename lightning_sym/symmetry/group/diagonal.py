@@ -175,6 +175,10 @@ class Scale(Diagonal):
                 found += torch.from_numpy(self.forms[slot.rows].T @ inner)
         return {"scales": self.outside_cells(found)}
 
+    def within(self, own: Tensor, budget: float) -> Tensor:
+        """Return the logarithms within bounds."""
+        return own.clamp(-budget, budget)
+
 
 class Sign(Diagonal):
     """Signs: +1 or -1 per generator."""

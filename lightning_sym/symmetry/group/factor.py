@@ -599,6 +599,15 @@ class Factor(ABC, Generic[P]):
         """
         return {}
 
+    def within(self, own: P, budget: float) -> P:
+        """Return the nearest part with bounded magnitudes.
+
+        Args:
+            own: The part.
+            budget: Bound of the absolute logarithms of scales and of singular values.
+        """
+        return own
+
     # Files.
 
     def check(self, own: P) -> None:

@@ -318,3 +318,18 @@ class ScaleGauge:
         matrix = sparse.hstack(columns, format="csc")
         solve = linalg.splu((matrix + sparse.diags(_RIDGE * matrix.diagonal())).tocsc()).solve
         return lambda v: member @ solve(member.T @ v)
+
+
+def one_sided(plan: Plan, squares: Squares) -> Bools:
+    """Return a mask of the scales that only multiply, or only divide, weights; a norm of these has no minimum.
+
+    Args:
+        plan: The plan of the group.
+        squares: Squared norms of the network.
+
+    Returns:
+        Shape (generators,).
+    """
+    count = len(plan.class_of)
+    levels, _ = ScaleGauge(plan, squares, None, np.full(count, np.nan))._levels()
+    return levels[0] if levels else np.zeros(count, bool)

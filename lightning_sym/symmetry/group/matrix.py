@@ -216,6 +216,15 @@ class Matrix(Factor[Matrices]):
                 found[f"matrix {cell}"] += product
         return found
 
+    def within(self, own: Matrices, budget: float) -> Matrices:
+        """Return the matrices with singular values within bounds; see :class:`Factor`."""
+        result = []
+        for matrix in own:
+            left, values, right = torch.linalg.svd(matrix)
+            bounded = values.clamp(math.exp(-budget), math.exp(budget))
+            result.append(matrix if torch.equal(bounded, values) else left @ torch.diag(bounded) @ right)
+        return tuple(result)
+
 
 def random_matrix(size: int, draw: Draw) -> Tensor:
     """Draw a matrix with uniform singular vectors and log-normal singular values."""

@@ -1,0 +1,61 @@
+"""Objectives: functions of a network's weights that differ between points of its orbit."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lightning_sym.orbit.view import View
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.element import Element
+
+
+class Objective(ABC):
+    """A function of a network's weights that differs between points of its orbit.
+
+    Any function that takes a :class:`View` (and a batch, if there are data) and returns a scalar will do. A subclass
+    says more about itself.
+
+    Attributes:
+        smooth: Whether it is differentiable with meaningful gradients, so that L-BFGS may minimise it; otherwise Adam.
+        reads_data: Whether it needs batches.
+        needs_one_sided: Whether scales that only multiply weights (before batch norms) are moved; a norm of weights
+            would let these tend to 0.
+        unbounded_above: Whether maximising needs a budget.
+        factors: The kinds of coordinates that are moved by default.
+    """
+
+    smooth: bool = True
+    reads_data: bool = False
+    needs_one_sided: bool = False
+    unbounded_above: ClassVar[bool] = True
+    factors: str | Sequence[str] = "all"
+
+    def begun(self, view: View, batches: Sequence[Any]) -> "Objective":
+        """Return the objective for one network: with what is measured once, at the start.
+
+        Args:
+            view: The network at the start.
+            batches: All batches.
+        """
+        return self
+
+    def closed_form(self, symmetry: Symmetry, network: nn.Module, kinds: frozenset[str]) -> Element | None:
+        """Return the element to the minimum, where there is a formula; None otherwise.
+
+        Args:
+            symmetry: The network's symmetry.
+            network: In float64 and evaluation mode. Not changed.
+            kinds: The kinds of coordinates that may move.
+        """
+        return None
+
+    @abstractmethod
+    def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value, a scalar that is differentiable by the view's parameters.
+
+        Args:
+            view: The network.
+            batch: A batch; None without data.
+        """
