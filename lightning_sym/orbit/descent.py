@@ -139,7 +139,9 @@ def minimize_on_orbit(
         >>> from lightning_sym.symmetry import trace_symmetry
         >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
         >>> symmetry = trace_symmetry(network, torch.randn(2, 5))
-        >>> found = minimize_on_orbit(symmetry, network, lambda weights: sum(w.square().sum() for w in weights.values()))
+        >>> def squares(weights):
+        ...     return sum(own.square().sum() for own in weights.values())
+        >>> found = minimize_on_orbit(symmetry, network, squares)
         >>> found.converged, found.after < found.before
         (True, True)
     """
@@ -192,7 +194,7 @@ def _batches(data: Any, network: nn.Module) -> list[Any]:
     """Return a list of batches in float64 on the device of a network."""
     if data is None:
         return []
-    single = isinstance(data, (Tensor, Call, Mapping)) or (isinstance(data, tuple))
+    single = isinstance(data, (Tensor, Call, Mapping, tuple))
     found: list[Any] = list(on_device_of(network, double([data] if single else list(data))))
     if not found:
         raise ValueError("data hold no batch; expected at least one.")
@@ -343,7 +345,6 @@ def _lbfgs(
     began, history = time.perf_counter(), list[OrbitStep]()
     value, gradient = problem.gradient(element)
     pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MEMORY)
-    shapes = problem.directions.shapes
     for number in range(max_steps + 1):
         size = _largest(gradient)
         history.append(OrbitStep(number, problem.sign * value, size, time.perf_counter() - began))

@@ -11,10 +11,10 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym.networks import Network
+from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.population import LoopPopulation
 from lightning_sym.stitching import sinkhorn
 from lightning_sym.symmetry import Element, Symmetry
-from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
 

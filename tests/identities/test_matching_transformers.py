@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_sym.connectivity.interpolation import output_change
 from lightning_sym.networks import CompactTransformer, VisionTransformer
+from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
-from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
 pytestmark = pytest.mark.long
