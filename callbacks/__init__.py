@@ -23,6 +23,8 @@ from lightning_sym.callbacks.similarity_report import SimilarityReport
 from lightning_sym.callbacks.spectrum_report import SpectrumReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
+from lightning_sym.callbacks.symmetry_teleportation import SymmetryTeleportation
+from lightning_sym.callbacks.teleportation_report import TeleportationReport
 from lightning_sym.callbacks.walk_report import WalkReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport
@@ -53,6 +55,8 @@ __all__ = [
     "SpectrumReport",
     "StitchingReport",
     "SymmetryMonitor",
+    "SymmetryTeleportation",
+    "TeleportationReport",
     "WalkReport",
     "ZooExport",
     "ZooReport",

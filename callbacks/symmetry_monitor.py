@@ -105,7 +105,7 @@ class SymmetryMonitor(TrainingMonitor):
             ValueError: If there is no such network, or it cannot be traced.
         """
         network = self.network_of(pl_module)  # raises an error if there is none
-        example = _example(trainer, pl_module)
+        example = known_example(trainer, pl_module)
         if example is not None:
             self._trace(network, example)
 
@@ -127,7 +127,7 @@ class SymmetryMonitor(TrainingMonitor):
             ValueError: If the batch does not begin with an input, or the network cannot be traced.
         """
         if self._meter is None:
-            self._trace(self.network_of(pl_module), _first_input(pl_module, batch))
+            self._trace(self.network_of(pl_module), first_input(pl_module, batch))
             self.begin(trainer, pl_module)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -201,7 +201,7 @@ class SymmetryMonitor(TrainingMonitor):
             self._table = state_dict["table"]
 
 
-def _example(trainer: Trainer, pl_module: LightningModule) -> Any:
+def known_example(trainer: Trainer, pl_module: LightningModule) -> Any:
     """Return an example of the network's input if one is known before the first batch, else None."""
     example = pl_module.example_input_array
     if isinstance(example, Mapping):
@@ -217,8 +217,12 @@ def _example(trainer: Trainer, pl_module: LightningModule) -> Any:
     return None
 
 
-def _first_input(pl_module: LightningModule, batch: Any) -> Tensor:
-    """Return the first few inputs of a batch."""
+def first_input(pl_module: LightningModule, batch: Any) -> Tensor:
+    """Return the first few inputs of a batch.
+
+    Raises:
+        ValueError: If the batch does not begin with inputs.
+    """
     first = batch[0] if isinstance(batch, (tuple, list)) and len(batch) else batch
     if not isinstance(first, Tensor) or first.dim() == 0:
         found = f"a {type(batch).__name__}" + (

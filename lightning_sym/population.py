@@ -215,6 +215,10 @@ class LoopPopulation(Population):
         self._index(number)
         return self.members[_key(number)]
 
+    def network(self, number: int) -> nn.Module:
+        """Return one member's module, with its current weights."""
+        return self._member(number)
+
     def member_parameters(self, number: int) -> list[nn.Parameter]:
         """Return one member's trainable parameters."""
         return [parameter for parameter in self._member(number).parameters() if parameter.requires_grad]

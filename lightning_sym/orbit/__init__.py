@@ -15,6 +15,7 @@ from lightning_sym.orbit.objectives import (
     weight_norm,
 )
 from lightning_sym.orbit.rounding import prune_by_magnitude, round_to_nearest
+from lightning_sym.orbit.teleportation import Teleportation, Teleported, Way
 from lightning_sym.orbit.view import View
 
 __all__ = [
@@ -22,7 +23,10 @@ __all__ = [
     "Objective",
     "OrbitDirections",
     "OrbitMinimum",
+    "Teleportation",
+    "Teleported",
     "View",
+    "Way",
     "cross_layer_equalization",
     "gradient_norm",
     "minimize_on_orbit",

@@ -4,6 +4,7 @@ See docs/theory/matching.md, 3.1.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.factor import Factor
 
 ALL = "all"
 # The kinds of coordinates, by the first word of their names.
@@ -22,6 +24,11 @@ KINDS = {
     "shifts": "shifts",
     "tilt": "tilts",
 }
+
+
+def kinds_of(factor: Factor[Any]) -> set[str]:
+    """Return the kinds of a factor's coordinates."""
+    return {KINDS[name.split()[0]] for name in factor.coordinates()}
 
 
 class OrbitDirections:

@@ -16,6 +16,7 @@ from lightning_sym.tasks.similarity import SimilarityTask
 from lightning_sym.tasks.similarity_of_zoos import SimilarityOfZoosTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
+from lightning_sym.tasks.teleportation import TeleportationTask
 from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
@@ -41,5 +42,6 @@ __all__ = [
     "SimilarityTask",
     "SquaredDistance",
     "StitchingTask",
+    "TeleportationTask",
     "ZooTask",
 ]

@@ -57,10 +57,6 @@ class PrunedPopulation(LoopPopulation):
         # By number: removed units, kept units, and a network of that shape. Weights are those of the whole network.
         self._small: dict[int, tuple[Removed, Mapping[Axis, Tensor], nn.Module]] = {}
 
-    def network(self, number: int) -> nn.Module:
-        """Return the whole network of a member, with zeros for removed units."""
-        return self._member(number)
-
     def run_member(self, number: int, prepared: Any) -> Any:
         """Return the outputs of a member's smaller network."""
         whole, removed = self._member(number), self.removed(number)

@@ -32,6 +32,7 @@ from lightning_sym.tasks import (
     RashomonPruning,
     RotationTask,
     StitchingTask,
+    TeleportationTask,
     ZooTask,
 )
 from lightning_sym.tasks._divergence import Divergence
@@ -102,6 +103,11 @@ def fine_tuning(zoo: Path, **settings: Any) -> FineTuneTask:
     return FineTuneTask(perceptron(), str(zoo.parent / "perceptrons"), **{**own, **settings})
 
 
+def teleporting(zoo: Path, **settings: Any) -> TeleportationTask:
+    own = {"arms": ["plain"], "rates": [0.1, 0.05], "seeds": 2, "optimizer": SGD}
+    return TeleportationTask(perceptron(), **{**own, **settings})
+
+
 def pruning(zoo: Path, **settings: Any) -> RashomonPruning:
     slow = functools.partial(SGD, lr=0.005)  # the networks are trained: larger steps would enlarge what is rounded
     own = {"steps": 4, "fraction": 0.0, "tries": 9, "epsilon": 0.01, "magnitude": False, "optimizer": slow}
@@ -165,6 +171,9 @@ CASES = {
     "fine-tuning": Case(fine_tuning, MEMBER, 1, 1),
     "matching": Case(matching, {"pairs": [[0, 2]]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
     "pruning": Case(pruning, {"members": [1]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
+    "teleportation": Case(
+        teleporting, {"rates": [0.05], "seeds": 1}, 0, 1, vmap=False, processes={"ddp_fork": 2, "ddp_members_fork": 2}
+    ),
     "rotation": Case(rotation, {"kinds": ["orthogonal"], "members": [0]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
 }
 descending = functools.partial(matching, methods=["orbit_descent", "soft_maps"])

@@ -60,6 +60,8 @@ from lightning_sym.callbacks import (
     SpectrumReport,
     StitchingReport,
     SymmetryMonitor,
+    SymmetryTeleportation,
+    TeleportationReport,
     WalkReport,
     ZooExport,
     ZooReport,
@@ -90,6 +92,7 @@ from lightning_sym.tasks import (
     SimilarityTask,
     SquaredDistance,
     StitchingTask,
+    TeleportationTask,
     ZooTask,
 )
 
@@ -435,6 +438,13 @@ SCENARIOS |= {
         callbacks=[MergingReport],
         make=perceptron,
         waits=True,  # for alignments, which are computed on the CPU
+    ),
+    "teleportation": functools.partial(
+        of_a_zoo,
+        task=lambda path: TeleportationTask(perceptron(), arms=["plain", "ascent"], rates=[0.1]),
+        callbacks=[functools.partial(SymmetryTeleportation, [1], arm="ascent", max_steps=2), TeleportationReport],
+        make=perceptron,
+        waits=True,  # for the elements, which are computed on the CPU
     ),
     "curve_geometry": functools.partial(
         of_a_zoo,

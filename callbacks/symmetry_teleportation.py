@@ -1,0 +1,188 @@
+"""Symmetry teleportation: networks in training move along their orbits."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import nn
+
+from lightning_sym._checks import check_integers
+from lightning_sym._distributed import gathered
+from lightning_sym._random import derive_seed
+from lightning_sym.callbacks._checks import has_members, network_of
+from lightning_sym.callbacks._waiting import said_if_long
+from lightning_sym.callbacks.symmetry_monitor import first_input, known_example
+from lightning_sym.datamodules import InMemoryDataModule
+from lightning_sym.orbit import Objective, Teleportation, Teleported, Way, objective_named
+from lightning_sym.population import LoopPopulation
+from lightning_sym.symmetry import Symmetry, trace_symmetry
+
+
+class SymmetryTeleportation(Callback):
+    r"""Move networks along their symmetry orbits at the start of some epochs; their functions stay.
+
+    By default a few steps of ascent of the squared norm of the gradient, as in symmetry teleportation. The state of the
+    optimiser moves along, or is reset. Scales before batch norms are left alone. The objective is computed on the first
+    training images of the datamodule, without augmentation, or else on the first batch of the epoch.
+
+    Logged are ``<prefix>/objective_before``, ``.../objective_after`` and ``.../seconds``; of a population the means
+    over members, and each one as a detail. The callback has no state: a resumed run moves at the same epochs.
+
+    Processes that share out the data use the element of rank 0, computed on the images of all.
+
+    Args:
+        epochs: The epochs, counted from 0, before which networks move.
+        way: "ascent" or "descent" of the objective, a "random" element, or "none" (to reset the optimiser only).
+        objective: Name of an objective (:data:`lightning_sym.orbit.OBJECTIVES`), or an objective.
+        options: Its options, if it is given by name; default the cross-entropy as the loss.
+        factors: The kinds of coordinates that move, see :func:`lightning_sym.orbit.minimize_on_orbit`.
+        max_steps: Steps of each move. >= 1.
+        budget: Bound of the absolute logarithms of scales and singular values in one move; > 0.
+        reset_state: Whether the optimiser starts anew after a move. Second moments do not move under matrices and
+            rotations, so that Adam needs it there.
+        images: Number of training images for the objective. >= 1.
+        members: Members of a population that move: ``"all"`` or their indices.
+        arm: Instead of ``members``, those of one arm of a :class:`lightning_sym.tasks.TeleportationTask`.
+        network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
+            ``""`` is the LightningModule itself. Not used for a population.
+        prefix: First part of the logged names.
+
+    Raises:
+        ValueError: If an argument is out of range, or there is no such objective.
+
+    References:
+        Zhao, Dehmamy, Walters, Yu (2022), "Symmetry Teleportation for Accelerated Optimization", arXiv:2205.10637.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        epochs: list[int],
+        way: Way = "ascent",
+        objective: str | Objective = "gradient_norm",
+        options: dict[str, Any] | None = None,
+        factors: str | list[str] = "all",
+        max_steps: int = 10,
+        budget: float = 1.0,
+        reset_state: bool = False,
+        images: int = 256,
+        members: Literal["all"] | list[int] = "all",
+        arm: str | None = None,
+        network: str = "network",
+        prefix: str = "teleportation",
+    ) -> None:
+        for epoch in epochs:
+            check_integers(0, epochs=epoch)
+        check_integers(1, images=images)
+        if isinstance(objective, str):
+            objective = objective_named(objective, **({"loss": "cross_entropy"} if options is None else options))
+        self.teleportation = Teleportation(way, objective, factors, max_steps, budget, reset_state)
+        self.epochs, self.images, self.members, self.arm = list(epochs), images, members, arm
+        self.network, self.prefix = network, prefix
+        self._symmetry: Symmetry | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the task.
+
+        Raises:
+            ValueError: If there is no such network or arm, or members are run in one vectorised call.
+        """
+        self._symmetry = None
+        if stage != "fit":
+            return
+        if not has_members(pl_module):
+            network_of(self, pl_module, self.network)
+        arms = getattr(pl_module, "arms", [])
+        if self.arm is not None and self.arm not in arms:
+            raise ValueError(
+                f"SymmetryTeleportation(arm={self.arm!r}) names an arm of a TeleportationTask, but "
+                f"{type(pl_module).__name__} has {', '.join(arms) or 'none'}; leave arm out, or set it to one of these."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Move at the first batch of an epoch, where a resumed run begins as well."""
+        if batch_idx or trainer.current_epoch not in self.epochs:
+            return
+        networks = self._networks(pl_module)
+        if self._symmetry is None:
+            example = known_example(trainer, pl_module)
+            example = first_input(pl_module, batch) if example is None else example
+            network = network_of(self, pl_module, "network" if has_members(pl_module) else self.network)
+            self._symmetry = trace_symmetry(network, *(example if isinstance(example, tuple) else (example,)))
+        data = self._data(trainer, pl_module, batch)
+        with said_if_long(trainer, "SymmetryTeleportation moves networks"):
+            found = {number: self._moved(trainer, own, data, number) for number, own in networks.items()}
+        self._log(trainer, pl_module, found)
+
+    def _networks(self, pl_module: LightningModule) -> dict[int, nn.Module]:
+        """Return the networks of this rank that move, by number."""
+        if not has_members(pl_module):
+            return {0: network_of(self, pl_module, self.network)}
+        task: Any = pl_module
+        if not isinstance(task.population, LoopPopulation):
+            raise ValueError(
+                "SymmetryTeleportation moves members one by one, but these are run in one vectorised call; set "
+                'execution="loop".'
+            )
+        own = [number for number in task.population.numbers if number not in task.skipped]
+        if self.arm is not None:
+            own = [number for number in own if task.arm_of(number) == self.arm]
+        elif self.members != "all":
+            own = [number for number in own if number in self.members]
+        return {number: task.population.network(number) for number in own}
+
+    def _data(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
+        """Return inputs and targets for the objective, the same on all ranks."""
+        data = getattr(trainer, "datamodule", None)
+        if not isinstance(data, InMemoryDataModule):
+            found = gathered(batch)[0] if trainer.world_size > 1 else batch
+            found = tuple(found) if isinstance(found, list) else found  # of a DataLoader
+            return pl_module.transfer_batch_to_device(found, pl_module.device, 0)
+        split: Any = getattr(pl_module, "evaluation_batch", lambda own: own)
+        convert = trainer.strategy.precision_plugin.convert_input
+        parts, count = [], 0
+        for own in data.curvature_dataloader():  # each image on one rank
+            parts.append(split(convert(own)))
+            count += len(parts[-1][0])
+            if count >= self.images:
+                break
+        share = -(-self.images // trainer.world_size)
+        mine = tuple(torch.cat(own)[:share] for own in zip(*parts, strict=True))
+        if trainer.world_size > 1:
+            mine = tuple(
+                torch.cat([one.to(mine[0].device) for one in own]) for own in zip(*gathered(mine), strict=True)
+            )
+        return mine
+
+    def _moved(self, trainer: Trainer, network: nn.Module, data: Any, number: int) -> Teleported:
+        """Move a network; with replicas on all ranks by the element of rank 0."""
+        assert self._symmetry is not None
+        seed = derive_seed("teleportation", number, trainer.current_epoch)
+        optimizer = trainer.optimizers[0] if trainer.optimizers else None
+        replicas = trainer.world_size > 1 and not getattr(trainer.lightning_module, "member_parallel", False)
+        found = None
+        if trainer.is_global_zero or not replicas:
+            found = self.teleportation.found(self._symmetry, network, data, seed=seed)
+        found = gathered(found)[0] if replicas else found
+        assert found is not None
+        self.teleportation.move(self._symmetry, found.element, network, optimizer)
+        return found
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule, found: Mapping[int, Teleported]) -> None:
+        """Log the mean over members, and each member as a detail."""
+        own = {number: (one.before, one.after, one.seconds) for number, one in found.items()}
+        parallel = getattr(pl_module, "member_parallel", False)
+        every: dict[int, Sequence[float]] = (
+            {k: v for part in gathered(own) for k, v in part.items()} if parallel else own
+        )
+        names = ("objective_before", "objective_after", "seconds")
+        prefix = self.prefix if self.arm is None else f"{self.prefix}/{self.arm}"
+        values = {
+            f"{prefix.replace(' ', '_')}/{name}": sum(column) / len(column)
+            for name, column in zip(names, zip(*every.values(), strict=True), strict=True)
+        }
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=max(trainer.global_step - 1, 0))

@@ -1,0 +1,131 @@
+"""Symmetry teleportation: move a network along its orbit during training, with the state of its optimiser.
+
+Zhao, Dehmamy, Walters, Yu (2022), "Symmetry Teleportation for Accelerated Optimization", arXiv 2205.10637.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym.orbit.descent import minimize_on_orbit
+from lightning_sym.orbit.directions import kinds_of
+from lightning_sym.orbit.objective import Objective
+from lightning_sym.orbit.objectives import gradient_norm
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.element import Element
+
+Way = Literal["ascent", "descent", "random", "none"]
+
+
+@dataclass(frozen=True)
+class Teleported:
+    """A move along the orbit.
+
+    Attributes:
+        element: The element.
+        before: The objective before; NaN if it is not computed.
+        after: The objective afterwards.
+        seconds: Time to find the element.
+    """
+
+    element: Element
+    before: float = math.nan
+    after: float = math.nan
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Teleportation:
+    """How a network moves along its orbit; its function stays.
+
+    Attributes:
+        way: "ascent" or "descent" of the objective, a "random" element, or "none" (for comparisons with
+            ``reset_state``).
+        objective: Default the squared norm of the gradient of the cross-entropy.
+        factors: The kinds of coordinates that move, see :func:`minimize_on_orbit`.
+        max_steps: Steps of the ascent or descent. >= 1.
+        budget: Bound of the absolute logarithms of scales and singular values, and standard deviation of those of a
+            random element; > 0.
+        reset_state: Whether the state of the optimiser is cleared for the moved parameters; otherwise it moves along,
+            which second moments under matrices cannot.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    way: Way = "ascent"
+    objective: Objective = field(default_factory=lambda: gradient_norm("cross_entropy"))
+    factors: str | Sequence[str] = "all"
+    max_steps: int = 10
+    budget: float = 1.0
+    reset_state: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_words(("way", self.way, ("ascent", "descent", "random", "none")))
+        check_integers(1, max_steps=self.max_steps)
+        check_numbers("> 0", budget=self.budget)
+
+    def found(self, symmetry: Symmetry, network: nn.Module, batch: Any, *, seed: int = 0) -> Teleported:
+        """Find an element, without a move.
+
+        Args:
+            symmetry: Symmetry of the network's architecture.
+            network: Not changed.
+            batch: Inputs and targets for the objective.
+            seed: Seed of a random element.
+
+        Returns:
+            The element, and the objective before and after it.
+        """
+        began = perf_counter()
+        if self.way == "none":
+            return Teleported(symmetry.identity())
+        if self.way == "random":
+            element = self._drawn(symmetry, torch.Generator().manual_seed(seed))
+            return Teleported(element, seconds=perf_counter() - began)
+        least = minimize_on_orbit(
+            symmetry,
+            network,
+            self.objective,
+            data=batch,
+            factors=self.factors,
+            maximize=self.way == "ascent",
+            max_steps=self.max_steps,
+            budget=self.budget,
+            check=False,
+        )
+        return Teleported(least.element, least.before, least.after, perf_counter() - began)
+
+    def move(
+        self, symmetry: Symmetry, element: Element, network: nn.Module, optimizer: Optimizer | None = None
+    ) -> None:
+        """Move a network in place, with the state of its optimiser.
+
+        Args:
+            symmetry: Symmetry of its architecture.
+            element: The element.
+            network: The network; it is changed.
+            optimizer: Its optimiser; its state moves along or is reset.
+
+        Raises:
+            ValueError: If matrices mix parameters with second moments, and the state is not reset.
+        """
+        if self.reset_state and optimizer is not None:
+            for parameter in network.parameters():
+                optimizer.state.pop(parameter, None)
+        symmetry.act(element, network, inplace=True, optimizer=None if self.reset_state else optimizer, check=False)
+
+    def _drawn(self, symmetry: Symmetry, generator: torch.Generator) -> Element:
+        """Draw an element that changes the chosen kinds of coordinates only."""
+        drawn = symmetry.sample(generator, scale=self.budget, permutations=False, signs=False)
+        asked = [self.factors] if isinstance(self.factors, str) else self.factors
+        chosen = [own.name for own in symmetry.factors if "all" in asked or kinds_of(own) & set(asked)]
+        return symmetry.identity().replaced(**{name: drawn.parts[name] for name in chosen})

@@ -1,0 +1,175 @@
+"""SymmetryTeleportation: functions stay, gradients grow, the optimiser's state moves along, arms are compared."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from fits import Interrupt, digits, fit, saving
+from helpers import assert_same, read_rows
+from pytorch_lightning import Callback, LightningModule
+from torch import nn
+
+from lightning_sym.callbacks import SymmetryTeleportation, TeleportationReport
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.tasks import TeleportationTask, ZooTask
+
+ARMS = ["plain", "ascent", "descent", "random"]
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def network():
+    return MultiLayerPerceptron(widths=(8, 6), image_size=8)
+
+
+class Watch(Callback):
+    """Keeps outputs and gradients of all members at the start of an epoch, and the momenta."""
+
+    def __init__(self, epoch):
+        self.epoch, self.outputs, self.gradients, self.momenta = epoch, {}, {}, {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.current_epoch != self.epoch or batch_idx:
+            return
+        data = trainer.datamodule
+        images, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
+        for number in pl_module.numbers:
+            own = pl_module.population.network(number)
+            outputs = own(images.to(next(own.parameters()).dtype))
+            loss = nn.functional.cross_entropy(outputs, labels)
+            found = torch.autograd.grad(loss, list(own.parameters()))
+            self.outputs[number], self.gradients[number] = outputs.detach(), [one.detach() for one in found]
+            state = trainer.optimizers[0].state
+            self.momenta[number] = [copy.deepcopy(state.get(p, {}).get("momentum_buffer")) for p in own.parameters()]
+
+
+def moves(**settings):
+    own = {"images": 10**6, "max_steps": 4, **settings}
+    return [SymmetryTeleportation([1], arm=way, way=way, **own) for way in ARMS[1:]]
+
+
+def run(callbacks, **settings):
+    task = TeleportationTask(network(), arms=ARMS, rates=[0.1], seeds=2, optimizer=MOMENTUM)
+    watch = Watch(1)
+    fit(task, digits(), *callbacks, watch, max_epochs=2, precision="64-true", **settings)
+    return task, watch
+
+
+def test_functions_stay_and_gradients_grow_fall_or_change():
+    task, watch = run(moves())
+    squares = {n: sum(float(g.square().sum()) for g in own) for n, own in watch.gradients.items()}
+    for number in task.numbers:
+        plain = task.seed_of(number) * len(ARMS)
+        torch.testing.assert_close(watch.outputs[number], watch.outputs[plain], rtol=1e-10, atol=1e-10)
+        arm = task.arm_of(number)
+        assert (arm == "plain") == (squares[number] == squares[plain])
+        assert arm != "ascent" or squares[number] > 1.05 * squares[plain]
+        assert arm != "descent" or squares[number] < squares[plain]
+
+
+def test_momenta_stay_averages_of_gradients():
+    """The momentum of a scaled weight is that of the plain one, divided by the scale, as its gradient is."""
+    task, watch = run(moves())
+    for number in task.numbers:
+        plain = task.seed_of(number) * len(ARMS)
+        for own, before, g, h in zip(
+            watch.momenta[number], watch.momenta[plain], watch.gradients[number], watch.gradients[plain], strict=True
+        ):
+            torch.testing.assert_close(own * h, before * g, rtol=1e-9, atol=1e-12)
+
+
+def test_reset_empties_the_state():
+    _, watch = run(moves(reset_state=True))
+    kept = [own is not None for momenta in watch.momenta.values() for own in momenta]
+    assert sum(kept) == len(kept) // 4  # of the arm that does not move
+
+
+def test_members_of_one_seed_begin_alike_and_see_the_same_data():
+    task, watch = run([])
+    for number in task.numbers:
+        assert torch.equal(watch.outputs[number], watch.outputs[task.seed_of(number) * len(ARMS)])
+    assert not torch.equal(watch.outputs[0], watch.outputs[len(ARMS)])
+
+
+def test_each_learning_rate_is_used():
+    task = TeleportationTask(network(), arms=["a"], rates=[0.1, 0.01], optimizer=MOMENTUM)
+    fit(task, max_epochs=1)
+    for number, rate in enumerate([0.1, 0.01]):
+        alone = ZooTask(network(), 1, optimizer=functools.partial(MOMENTUM, lr=rate), keep="last")
+        fit(alone, max_epochs=1)
+        assert_same(task.kept[number]["state"], alone.kept[0]["state"])
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
+def test_a_resumed_run_moves_as_an_uninterrupted_one(tmp_path):
+    whole = TeleportationTask(network(), arms=ARMS, rates=[0.1])
+    fit(whole, digits(), *moves(), max_epochs=3)
+    cut = TeleportationTask(network(), arms=ARMS, rates=[0.1])
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(cut, digits(), *moves(), Interrupt("1 1"), saving(tmp_path), max_epochs=3)
+    again = TeleportationTask(network(), arms=ARMS, rates=[0.1])
+    fit(again, digits(), *moves(), max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+    for number in whole.numbers:
+        assert_same(whole.kept[number]["state"], again.kept[number]["state"])
+
+
+class Plain(LightningModule):
+    """A task of a user, without a datamodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.net(inputs), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_any_module_with_a_network_moves():
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
+    task = Plain()
+    before, inputs = copy.deepcopy(task.net), torch.randn(5, 4)
+    moved = SymmetryTeleportation([0], network="net")
+    fit(task, torch.utils.data.DataLoader(data, batch_size=8), moved, max_epochs=1)
+    assert not torch.equal(task.net[0].weight, before[0].weight)
+    torch.testing.assert_close(task.net(inputs), before(inputs))
+
+
+def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
+    task = TeleportationTask(network(), arms=["plain", "ascent"], rates=[1e-6, 0.1], seeds=2)
+    fit(task, digits(), moves()[0], TeleportationReport(), folder=tmp_path, max_epochs=2)
+    summary = read_rows(tmp_path / "results" / "summary")
+    assert [(row["arm"], row["rate"]) for row in summary] == [("plain", 0.1), ("ascent", 0.1)]
+    rows = read_rows(tmp_path / "results" / "runs")
+    for row in summary:
+        own = [one["loss"] for one in rows if (one["arm"], one["rate"]) == (row["arm"], row["rate"])]
+        assert row["loss"] == pytest.approx(sum(own) / len(own))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SymmetryTeleportation([-1]), "epochs"),
+        (lambda: SymmetryTeleportation([1], way="up"), 'way must be "ascent"'),
+        (lambda: SymmetryTeleportation([1], budget=0), "budget"),
+        (lambda: SymmetryTeleportation([1], objective="gradient_nrm"), "gradient_norm"),
+        (lambda: TeleportationTask(network(), arms=["a", "a"], rates=[0.1]), "arms must be a list of different"),
+        (lambda: TeleportationTask(network(), arms=["a"], rates=[-0.1]), "rates must be a number > 0"),
+        (lambda: fit(ZooTask(network(), 1), None, SymmetryTeleportation([0], arm="a"), max_epochs=1), "names an arm"),
+        (
+            lambda: fit(ZooTask(network(), 2, execution="vmap"), None, SymmetryTeleportation([0]), max_epochs=1),
+            'execution="loop"',
+        ),
+        (
+            lambda: fit(ZooTask(network(), 1), None, SymmetryTeleportation([0], factors="cells"), max_epochs=1),
+            "kind of coordinates",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
