@@ -1,5 +1,6 @@
 """Symmetry teleportation: networks in training move along their orbits."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -183,6 +184,7 @@ class SymmetryTeleportation(Callback):
             f"{prefix.replace(' ', '_')}/{name}": sum(column) / len(column)
             for name, column in zip(names, zip(*every.values(), strict=True), strict=True)
         }
+        values = {name: value for name, value in values.items() if math.isfinite(value)}  # NaN: not computed
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=max(trainer.global_step - 1, 0))
