@@ -135,6 +135,7 @@ def read_options(args: Sequence[str]) -> Asked:
     """
     given, files = read_own("merge", args, _OPTIONS, _FLAGS)
     folders = [file for file in files if Path(file.partition("+")[0]).is_dir() or Path(file).is_dir()]
+    folders += [file for file in files if Path(file).is_file() and Path(file).with_name("config.json").is_file()]
     configured = len(files) == 1 and files[0].endswith((".yml", ".yaml"))
     missing = [file for file in files if not (file in folders or Path(file).exists())]
     needless = bool(folders or configured or missing)  # a file that is missing is named later
@@ -234,16 +235,15 @@ def run(asked: Asked) -> None:
     if asked.network is not None:
         about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
         model = build_light(functools.partial(build_model, about["network"], about["arguments"]))
+        options["network"] = model.network
     elif asked.shape or asked.tokens:
         first = asked.base or asked.files[0] if config is None else config.base or config.models[0]
         model = model_of(find_checkpoints(first)[0])
-    if model is not None:
-        options["network"] = model.network
     if data is not None and asked.shape is None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
     elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
-    with _named(about.get("network", asked.files[0]), data):
+    with _named(about.get("network", asked.files[0]), data, given="network" in about):
         if config is not None:
             found = config.run(asked.out, **options)
         else:
@@ -314,14 +314,14 @@ def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None
 
 
 @contextlib.contextmanager
-def _named(network: str, data: Any) -> Iterator[None]:
-    """Add network and data to the errors of torch."""
+def _named(network: str, data: Any, *, given: bool) -> Iterator[None]:
+    """Add network and data to the errors of torch; ``given``: whether the network is that of ``--network``."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         of = "its own example" if data is None else type(data).__name__
+        rest = "the arguments that it was built with" if given else "check its configuration"
         raise ValueError(
-            f"{network} cannot be run on {of} ({reason[:200]}); give the data that it was trained on, and the "
-            "arguments that it was built with."
+            f"{network} cannot be run on {of} ({reason[:200]}); give the data that it was trained on, and {rest}."
         ) from error

@@ -668,6 +668,23 @@ def test_a_folder_that_is_no_zoo_is_named() -> None:
             Path("some", name).unlink()
 
 
+def test_a_network_that_no_option_names_is_that_of_the_files_folder() -> None:
+    gpt2_folders("a", "b")
+    state = load_file("b/model.safetensors")
+    save_file({name: own for name, own in state.items() if "ln_f" not in name}, "b/model.safetensors", {"format": "pt"})
+    for options in (("a", "b"), ("a", "b", "--tokens=14"), ("a/model.safetensors", "b/model.safetensors")):
+        error = call("merge", *options, "--out=m").error
+        assert "check that all its shards are there, and that b/config.json describes the network" in error
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3)
+    for name in ("c", "d"):
+        transformers.ViTForImageClassification(config).save_pretrained(name)
+    error = call("merge", "c", "d", "--out=m", "--data=DigitsDataModule").error
+    assert "c cannot be run on DigitsDataModule (" in error
+    assert "give the data that it was trained on, and check its configuration." in error
+
+
 def gpt2_folders(*names: str) -> dict[str, nn.Module]:
     """Write a parent of GPT-2's architecture and fine-tunes of it as folders."""
     transformers = pytest.importorskip("transformers")

@@ -3,11 +3,12 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.merging.folders import check_configurations
 from lightning_sym.networks import LeNet5
@@ -359,8 +361,39 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
         ("with", "It holds checkpoint-5: give one of them."),
     ):
         assert_refused(find_checkpoints, path, says=says)
-    assert_refused(model_of, file, says="x.pt does not say its network; expected that, or --network.")
-    assert_refused(model_of, alone, says="adapter is an adapter without its model: give MODEL+ADAPTER; expected that")
+    assert_refused(model_of, file, says="x.pt does not say its network; give the folder with its config.json, or")
+    assert_refused(model_of, alone, says="adapter is an adapter without its model; give MODEL+ADAPTER.")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.popitem(), "; check that all its shards are there, and that b/config.json describes the"),
+        (
+            lambda state: state.update(more=torch.ones(2)),
+            "GPT2LMHeadModel has not; leave them out with --ignore 'more'",
+        ),
+        (
+            lambda state: state.update({"transformer.ln_f.bias": torch.ones(9)}),
+            "but GPT2LMHeadModel has it of shape [8]",
+        ),
+        (lambda state: state.update({"lm_head.weight": torch.ones(14, 8)}), "which are tied in GPT2LMHeadModel"),
+    ],
+)
+def test_advice_on_a_folder_is_about_its_files(change: Callable[[dict[str, Tensor]], object], says: str) -> None:
+    saved(made("gpt2"), "a")
+    saved(made("gpt2", 1), "b")
+    state = load_file("b/model.safetensors")
+    change(state)
+    save_file(state, "b/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        merge_checkpoints(["a", "b"], "out")
+    assert "b/config.json describes" in str(caught.value)
+    assert "arguments" not in str(caught.value)
+    # A network that the caller has chosen has a class and arguments.
+    says = "pass the (class and the )?arguments that the network was built with"
+    with pytest.raises(ValueError, match=says):
+        merge_checkpoints(["a", "b"], "out", network=made("gpt2"), inputs=torch.ones(1, 3, dtype=torch.long))
 
 
 def test_quantized_models_are_refused() -> None:
@@ -490,6 +523,7 @@ def test_folders_that_cannot_be_replaced_receive_the_configuration_last(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.symmetry import files
 from lightning_sym.symmetry.tracing.capture import state_tensors
