@@ -726,6 +726,8 @@ def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> N
     assert not torch.equal(
         found["transformer.wte.weight"], dict(networks["parent"].named_parameters())["transformer.wte.weight"]
     )
+    lines = json.loads(Path("merged-report/lines.json").read_text())["rows"]
+    assert [(row["to"], row["alignment"]) for row in lines] == [("code", "unchanged"), ("maths", "unchanged")]
     rows = json.loads(Path("merged-report/differences.json").read_text())["rows"]
     assert [row["network"] for row in rows] == ["code", "maths"]
     assert all(abs(row["dropped"] - 0.5) < 0.1 for row in rows)
