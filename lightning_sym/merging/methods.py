@@ -78,7 +78,7 @@ class Tally:
 
     @property
     def conflicts(self) -> float:
-        """Share of the numbers at which kept differences have both signs."""
+        """Share of the numbers at which kept differences, times their weights, have both signs."""
         return self._in_conflict / max(1, self._numbers)
 
     @property
@@ -98,7 +98,7 @@ class Tally:
 
         Args:
             gram: Inner products of the differences from the base. Shape ``[N, N]``, float64.
-            kept: The differences after sparsification. Shape ``[N, P]``.
+            kept: The differences after sparsification, times their weights. Shape ``[N, P]``.
             dropped: Numbers dropped for each model. Shape ``[N]``.
         """
         self._gram = gram if self._gram is None else self._gram + gram
@@ -143,11 +143,12 @@ class _Group:
         """Return the inner products of the differences: ``[N, N]``, float64, on the CPU."""
         count = len(self.tensors)
         gram = torch.zeros(count, count, dtype=torch.float64)
+        weights = torch.tensor(self.each.get("weight", [1.0] * count), dtype=torch.float64)[:, None]
         for _, rows in self.differences():
             own = (rows @ rows.T).double().cpu()
             gram += own
             if self.tally is not None and self.base is not None:
-                self.tally.count(own, rows, torch.zeros(count))
+                self.tally.count(own, rows * weights.to(rows), torch.zeros(count))
         return gram
 
     def shares(self) -> list[float]:
@@ -321,10 +322,10 @@ def _with_task_vectors(method: MergeMethod, group: _Group) -> Tensor:
         for vector, own in zip(vectors, masks, strict=False):  # task_arithmetic has no masks
             if own is not None:
                 vector *= own[0][part].to(vector) * own[1]
+        vectors *= weights
         if group.tally is not None and gram is not None:
             dropped = [0 if own is None else int((~own[0][part]).sum()) for own in masks]
             group.tally.count(gram, vectors, torch.tensor(dropped or [0] * len(vectors)))
-        vectors *= weights
         if method.elect:
             agree = vectors.sign() == torch.where(vectors.sum(0) >= 0, 1.0, -1.0)
             vectors *= agree

@@ -82,7 +82,7 @@ def test_sparse_task_vectors(method: str, gamma: float | None, elect: bool, coun
     same(merge_tensors(method, models, base=base, tally=tally, **settings), expected)
     shares = [float((vector == 0).mean()) for vector in vectors]
     assert tally.masked == pytest.approx(shares, abs=1e-12)
-    signs = np.sign(np.stack(vectors))
+    signs = np.sign([weight * vector for weight, vector in zip(WEIGHTS[count], vectors, strict=True)])
     assert tally.conflicts == pytest.approx(float(((signs > 0).any(0) & (signs < 0).any(0)).mean()))
     raw = np.stack([one - origin for one in own])
     norms = np.linalg.norm(raw, axis=1)
@@ -99,6 +99,15 @@ def test_task_arithmetic(count: int, normalize: bool) -> None:
     expected = base + 0.7 * (step / sum(WEIGHTS[count]) if normalize else step)
     found = merge_tensors("task_arithmetic", models, base=base, weight=WEIGHTS[count], normalize=normalize, lambda_=0.7)
     same(found, expected.numpy())
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "nuslerp", "multislerp"])
+def test_signs_are_in_conflict_after_weights(method: str) -> None:
+    models = [torch.tensor([1.0, 1.0, -2.0, 0.0]), torch.tensor([1.0, -3.0, -1.0, 1.0])]
+    for weight, share in (([0.5, 0.3], 0.25), ([0.5, -0.2], 0.5), ([0.5, 0.0], 0.0)):
+        tally = Tally()
+        merge_tensors(method, models, base=torch.zeros(4), weight=weight, tally=tally)
+        assert tally.conflicts == share
 
 
 def test_equal_numbers_are_trimmed_to_the_density_and_the_first_ones_stay() -> None:
