@@ -39,7 +39,7 @@ one parent, are not changed.
                        dare_ties, breadcrumbs, breadcrumbs_ties, della, della_linear, model_stock, passthrough
   --base MODEL         differences from it are merged; needed by the methods from task_arithmetic to model_stock
   --weight 0.5,0.3     of each model, or one number for all; likewise --density (1), --gamma, --epsilon, --scale
-  --lambda 1           factor of the merged differences; --normalize true|false, --t 0.5 likewise
+  --lambda 1           factor of the merged differences; --normalize true|false, --rescale, --t 0.5 likewise
   --align              auto (default): weights, where that helps; weights or activations: search in any case; none
   --align-only         write the second model, aligned to the first, its function unchanged; nothing is merged
   --recalibrate        recompute the batch norm statistics of the result; without batch norms, those of units (REPAIR)
@@ -60,7 +60,7 @@ Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'.""
 WAYS = ("auto", "weights", "activations", "none")
 _FLAGS = ("align-only", "no-align", "recalibrate")
 # Settings of the methods, by their names in Python; the method checks their values.
-_SETTINGS = {name: name for name in ("weight", "density", "gamma", "epsilon", "scale", "normalize", "t")}
+_SETTINGS = {name: name for name in ("weight", "density", "gamma", "epsilon", "scale", "normalize", "rescale", "t")}
 _SETTINGS["lambda"] = "lambda_"
 _FORMULA = ("method", "base", *_SETTINGS)
 _OPTIONS = (

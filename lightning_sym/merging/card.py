@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from lightning_sym.merging.methods import FLAGS
 from lightning_sym.merging.parameters import Setting
 from lightning_sym.merging.sources import Sources
 
@@ -24,9 +25,7 @@ def configuration_of(asked: Sources, options: Mapping[str, Any]) -> str:
     content: dict[str, Any] = {"merge_method": settings.method.name, "models": models}
     if asked.has_base or settings.method.name == "slerp":
         content["base_model"] = asked.found[0].given
-    content["parameters"] = {name: _value(own) for name, own in settings.shared.items()}
-    if "normalize" in settings.shared:
-        content["parameters"]["normalize"] = bool(content["parameters"]["normalize"])
+    content["parameters"] = {name: _value(own, flag=name in FLAGS) for name, own in settings.shared.items()}
     content |= {"seed": settings.seed, **{name: value for name, value in options.items() if value}}
     return yaml.safe_dump(_without_empty(content), sort_keys=False)
 
@@ -71,9 +70,10 @@ def _state(place: int, reason: str) -> str:
     return "reference" if not place else f"unchanged: {reason}" if reason else "aligned to the reference"
 
 
-def _value(setting: Setting) -> Any:
-    """Return a setting as a configuration states it."""
-    values = [numbers[0] if len(numbers) == 1 else list(numbers) for _, numbers in setting.entries]
+def _value(setting: Setting, *, flag: bool = False) -> Any:
+    """Return a setting as a configuration states it; a flag as true or false."""
+    kind = bool if flag else float
+    values = [kind(own[0]) if len(own) == 1 else list(own) for _, own in setting.entries]
     if [part for part, _ in setting.entries] == [None]:
         return values[0]
     parts = [{} if part is None else {"filter": part} for part, _ in setting.entries]

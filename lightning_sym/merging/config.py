@@ -14,7 +14,7 @@ from lightning_sym._documents import StrictLoader, load_json, load_yaml
 from lightning_sym._text import nearest, unknown
 from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
 from lightning_sym.merging.checkpoints import MergedCheckpoints, merge_checkpoints
-from lightning_sym.merging.methods import METHODS, MergeMethod, merge_method
+from lightning_sym.merging.methods import FLAGS, METHODS, MergeMethod, merge_method
 from lightning_sym.merging.parameters import MergeSettings, Setting, check_setting
 from lightning_sym.models import build_model, example_of
 
@@ -39,16 +39,12 @@ _IDLE: Mapping[str, tuple[str, ...] | None] = {
     "max_iter": ("karcher",),
     "tol": ("karcher",),
     "eps": ("multislerp",),
+    "nuslerp_row_wise": ("nuslerp",),  # of whole tensors, which alone are implemented
 }
 # Parameters of mergekit that have one value here, by method.
 _FIXED: Mapping[str, Mapping[str, bool]] = {
-    "rescale": {
-        **dict.fromkeys(("dare_linear", "dare_ties", "della", "della_linear"), True),
-        **dict.fromkeys(("ties", "breadcrumbs", "breadcrumbs_ties"), False),
-    },
     "filter_wise": {"model_stock": False},
     "nuslerp_flatten": {"nuslerp": True},
-    "nuslerp_row_wise": {"nuslerp": False},
     "normalize_weights": {"multislerp": True},
 }
 # Numbers of layers in configurations of transformers.
@@ -178,8 +174,10 @@ class _Entry:
 
 
 def _read(file: Path, content: object) -> MergeConfig:
-    if isinstance(content, Mapping) and content.get("tokenizer") == {"source": "base"}:
-        content = {key: value for key, value in content.items() if key != "tokenizer"} | {"tokenizer_source": "base"}
+    tokenizer = content.get("tokenizer") if isinstance(content, Mapping) else None
+    if isinstance(content, Mapping) and isinstance(tokenizer, Mapping) and [*tokenizer] == ["source"]:
+        others = {key: value for key, value in content.items() if key != "tokenizer"}
+        content = others | {"tokenizer_source": tokenizer["source"]}
     top = _mapping(content, "the file", (*_THEIRS, *_OURS), _REFUSED)
     if "merge_method" not in top:
         raise ValueError("merge_method is missing; expected for example merge_method: linear.")
@@ -320,13 +318,15 @@ def _parameters(node: object, where: str, method: MergeMethod, notes: list[str],
                         f"{str(fixed).lower()}; leave it out."
                     )
                 continue
-            if any(name in _known(other) for other in METHODS.values()):
-                notes.append(f"{place} changes nothing, as {method.name} has no {name}")
+            if name in (*_IDLE, *_FIXED) or any(name in _known(other) for other in METHODS.values()):
+                reason = f"changes nothing, as {method.name} has no {name}"
+                if not any(note.endswith(reason) for note in notes):  # models may have it alike
+                    notes.append(f"{place} {reason}")
                 continue
         check_setting(method, str(name), place)
         if of_model and name in method.shared:
             raise ValueError(f"{place}: {name} is one value for the whole merge; put it under parameters of the file.")
-        found[name] = Setting.of(value, place, flag=name == "normalize")
+        found[name] = Setting.of(value, place, flag=name in FLAGS)
     return found
 
 

@@ -704,7 +704,7 @@ def gpt2_folders(*names: str) -> dict[str, nn.Module]:
 
 def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> None:
     networks = gpt2_folders("parent", "code", "maths")
-    options = "--base=parent --method=dare_ties --weight=0.5,0.3 --density=0.5 --lambda=0.9 --seed=4"
+    options = "--base=parent --method=dare_ties --weight=0.5,0.3 --density=0.5 --lambda=0.9 --seed=4 --rescale=false"
     succeed("merge", "code", "maths", *options.split(), "--out=merged")
     card = Path("merged/README.md").read_text()
     assert "`dare_ties` (arXiv:2311.03099)" in card
@@ -713,7 +713,7 @@ def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> N
     Path("own.yml").write_text(
         "merge_method: dare_ties\nbase_model: ./parent\nmodels:\n"
         "  - {model: ./code, parameters: {weight: 0.5}}\n  - {model: ./maths, parameters: {weight: [0.3, 0.3]}}\n"
-        "parameters: {density: 0.5, lambda: 0.9}\nseed: 4\nout_dtype: bfloat16\n"
+        "parameters: {density: 0.5, lambda: 0.9, rescale: false}\nseed: 4\nout_dtype: bfloat16\n"
     )
     succeed("merge", "own.yml", "--out=own")
     assert "out_dtype: bfloat16" in Path("own/README.md").read_text()
