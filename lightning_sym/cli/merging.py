@@ -201,6 +201,7 @@ def run(asked: Asked) -> None:
     """
     import lightning_sym.datamodules
     from lightning_sym.merging import MergeConfig, merge_checkpoints
+    from lightning_sym.merging.adapters import is_adapter
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.merging.config import trusted_class
     from lightning_sym.models import build_light, build_model, construct, example_of
@@ -208,11 +209,11 @@ def run(asked: Asked) -> None:
 
     if asked.report.exists():
         raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
-    if all((Path(file) / "adapter_config.json").is_file() for file in asked.files):
-        return _merge_adapters(asked)
+    config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
+    if all(map(is_adapter, asked.files)) or (config is not None and config.of_adapters):
+        return _merge_adapters(asked, config)
     if asked.rank is not None:
         raise ValueError("--rank is that of merged adapters; leave it out, or give folders of adapters alone.")
-    config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
     named = None if asked.data is None else (class_of(asked.data), arguments_of(asked.data))
     if config is not None and config.data is not None and named is None:
         named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
@@ -255,13 +256,15 @@ def run(asked: Asked) -> None:
     _report(asked, found, about, None if loss is None else "mean squared distance")
 
 
-def _merge_adapters(asked: Asked) -> None:
+def _merge_adapters(asked: Asked, config: Any) -> None:
     """Merge adapters without their network, and print the errors of the methods.
 
     Raises:
         ValueError: If an option does not apply to adapters, or they do not fit each other. Nothing is written then.
     """
-    from lightning_sym.merging import Adapter, merge_adapters
+    from lightning_sym.merging import MergeSettings
+    from lightning_sym.merging.card import write_merged_adapters
+    from lightning_sym.merging.methods import merge_method
 
     others = {"base": asked.base, "network": asked.network, "data": asked.data, "recalibrate": asked.recalibrate}
     others |= {
@@ -273,14 +276,16 @@ def _merge_adapters(asked: Asked) -> None:
     }
     if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"--{useless[0]} does not apply to adapters alone; expected MODEL+ADAPTER, or leave it out.")
-    settings = dict(asked.settings)
-    if asked.seed is not None and asked.method != "linear":
-        settings["seed"] = asked.seed
-    weights = settings.pop("weight", None)
-    weights = [weights] * len(asked.files) if isinstance(weights, int | float) else weights
-    adapters = [Adapter.read(file) for file in asked.files]
-    merged = merge_adapters(adapters, method=asked.method, rank=asked.rank, weights=weights, **settings)
-    merged.adapter.write(asked.out)
+    if config is not None:
+        if twice := [name for name in ("rank", "seed") if getattr(asked, name) is not None]:
+            raise ValueError(f"--{twice[0]} of adapters is set by {config.file}; change it there.")
+        merged = config.merge_adapters(asked.out)
+    else:
+        based = merge_method(asked.method).base == "needed"  # zero is their base
+        settings = MergeSettings.of(
+            asked.method, len(asked.files), has_base=based, seed=asked.seed or 0, **asked.settings
+        )
+        merged = write_merged_adapters(asked.files, settings, asked.out, rank=asked.rank)
     print(merged)
     print(f"  adapter {asked.out}")
 

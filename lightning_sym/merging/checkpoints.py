@@ -233,7 +233,11 @@ def merge_checkpoints(
         notes=(*_equality_notes(asked.names, [after for _, after in equal]), *_reasons(asked, aligned), *others),
     )
     options = {"align": align, "out_dtype": out_dtype, "ignore": list(ignore), "recalibrate": recalibrate}
-    card = card_of(asked, aligned.reasons, description or configuration_of(asked, options), Path(out).name)
+    if description is None:
+        given = [one.given for one in asked.found]
+        models, base = [given[place] for place in asked.models], given[0] if asked.has_base else None
+        description = configuration_of(asked.settings, models, base, options)
+    card = card_of(asked, aligned.reasons, description, Path(out).name)
     place = checkpoints[1 if align_only else 0].write(
         tensors, out, out_dtype=out_dtype, readme=None if align_only else card
     )

@@ -245,6 +245,16 @@ class MergeSettings:
             own._values(lambda setting: setting.constant or 0.0, "")
         return own
 
+    def constants(self) -> dict[str, Any]:
+        """Return the keyword arguments of :func:`lightning_sym.merging.methods.merge_tensors`, but for the seed.
+
+        Raises:
+            ValueError: If a setting depends on the tensor.
+        """
+        if varying := next((setting for setting in self._settings() if setting.constant is None), None):
+            raise ValueError(f"{varying.where} depends on the tensor; expected one number for all.")
+        return self._values(lambda setting: setting.constant or 0.0, "")
+
     def check(self, layers: Layers) -> tuple[str, ...]:
         """Evaluate the settings at every tensor.
 

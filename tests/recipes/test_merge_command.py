@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_sym.connectivity import average
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.merging import METHODS, MergedCheckpoints, merge_checkpoints
+from lightning_sym.merging import METHODS, MergeConfig, MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
@@ -733,10 +733,10 @@ def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> N
     assert all(abs(row["dropped"] - 0.5) < 0.1 for row in rows)
 
 
-def test_adapters_are_merged_on_their_model_and_alone() -> None:
-    parent = gpt2_folders("parent")["parent"]
+def lora_folders(*names: str) -> dict[str, dict[str, Tensor]]:
+    """Write adapters of rank 2 of a layer of GPT-2; return their factors."""
     factors = {}
-    for number, name in enumerate(("one", "two")):
+    for number, name in enumerate(names):
         Path(name).mkdir()
         draw = torch.Generator().manual_seed(number)
         module = "base_model.model.transformer.h.1.attn.c_attn"
@@ -747,6 +747,12 @@ def test_adapters_are_merged_on_their_model_and_alone() -> None:
         content = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
         Path(name, "adapter_config.json").write_text(json.dumps(content))
         factors[name] = own
+    return factors
+
+
+def test_adapters_are_merged_on_their_model_and_alone() -> None:
+    parent = gpt2_folders("parent")["parent"]
+    factors = lora_folders("one", "two")
     succeed("merge", "parent+one", "parent+two", "--weight=0.25,0.75", "--out=merged")
     found = load_file("merged/model.safetensors")
     product = sum(w * 2 * own["B"] @ own["A"] for w, own in zip((0.25, 0.75), factors.values(), strict=True))
@@ -759,6 +765,48 @@ def test_adapters_are_merged_on_their_model_and_alone() -> None:
     b, a = (alone[f"base_model.model.transformer.h.1.attn.c_attn.lora_{key}.weight"] for key in "BA")
     torch.testing.assert_close(scale * b @ a, product, rtol=0, atol=1e-4)
     assert "--base does not apply to adapters alone" in call("merge", "one", "two", "--base=parent", "--out=x").error
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--weight=0.25,0.75", "`linear` (arXiv:2203.05482)"),
+        ("--weight=0.25,0.75 --rank=3", "Its rank is 3; truncation changes products by at most 0."),
+        ("--method=dare_ties --density=0.6,0.8 --seed=5 --rescale=false --rank=4", "`dare_ties` (arXiv:2311.03099)"),
+        ("--method=slerp --t=0.3", "`slerp`"),
+        ("--method=linear --normalize=false --weight=0.5,-0.2", "| one | 2 |\n| two | 2 |"),
+    ],
+)
+def test_merged_adapters_hold_how_to_make_them_again(options: str, says: str) -> None:
+    lora_folders("one", "two")
+    succeed("merge", "one", "two", *options.split(), "--out=merged")
+    card = Path("merged/README.md").read_text()
+    assert says in card
+    Path("again.yml").write_text(card.partition("```yaml\n")[2].partition("```")[0])
+    succeed("merge", "again.yml", "--out=again")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert Path("merged", name).read_bytes() == Path("again", name).read_bytes()
+    assert Path("again.yml").read_text() in Path("again/README.md").read_text()
+
+
+def test_configurations_of_adapters_have_no_options_of_networks() -> None:
+    lora_folders("one", "two")
+    models = "models: [{model: one}, {model: two, parameters: {weight: [1, 2]}}]"
+    for more, options, says in (
+        ("merge_method: linear, align: weights", (), "align does not apply to adapters alone; expected MODEL+ADAPTER"),
+        ("merge_method: ties, base_model: one", (), "base_model does not apply to adapters alone"),
+        ("merge_method: linear, rank: 0", (), "rank must be an integer >= 1, for models that are adapters alone"),
+        ("merge_method: ties, parameters: {weight: 1}", ("--seed=3",), "--seed of adapters is set by own.yml"),
+        (
+            "merge_method: ties, parameters: {weight: 1}",
+            (),
+            "models[1].parameters.weight depends on the tensor; expected one",
+        ),
+    ):
+        Path("own.yml").write_text(f"{{{more}, {models}}}")
+        assert says in call("merge", "own.yml", "--out=x", *options).error, more
+    assert not Path("x").exists()
+    assert_refused(MergeConfig.read("own.yml").run, "x", says="own.yml names adapters alone; expected MODEL+ADAPTER")
 
 
 def test_help_names_all_methods() -> None:
