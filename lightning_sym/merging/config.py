@@ -200,8 +200,8 @@ class _Entry:
 def _read(file: Path, content: object) -> MergeConfig:
     tokenizer = content.get("tokenizer") if isinstance(content, Mapping) else None
     if isinstance(content, Mapping) and isinstance(tokenizer, Mapping) and [*tokenizer] == ["source"]:
-        others = {key: value for key, value in content.items() if key != "tokenizer"}
-        content = others | {"tokenizer_source": tokenizer["source"]}
+        content = {key: value for key, value in content.items() if key != "tokenizer"}
+        content["tokenizer_source"] = tokenizer["source"]
     top = _mapping(content, "the file", (*_THEIRS, *_OURS), _REFUSED)
     if "merge_method" not in top:
         raise ValueError("merge_method is missing; expected for example merge_method: linear.")
@@ -218,7 +218,7 @@ def _read(file: Path, content: object) -> MergeConfig:
         base = named
     scopes = (*scopes, shared)
     unused = None
-    of_adapters = all(is_adapter(path) for path in {*(entry.path for entry in entries), base} - {None})
+    of_adapters = all(is_adapter(entry.path) for entry in entries) and (base is None or is_adapter(base))
     listed = [entry for entry in entries if entry.path == base]
     others = [entry for entry in entries if entry.path != base]
     if method.name == "slerp":
