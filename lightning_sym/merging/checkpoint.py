@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from lightning_sym._documents import load_json
 from lightning_sym._text import unknown
-from lightning_sym.merging.folders import CONFIGURATION, WEIGHTS, configuration_in, configured_as, files_beside
+from lightning_sym.merging.folders import (
+    CONFIGURATION,
+    WEIGHTS,
+    configuration_in,
+    configured_as,
+    files_beside,
+    notes_beside,
+)
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import Model, build_light, model_in, names_in_network
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
@@ -306,6 +313,18 @@ class Checkpoint:
             if readme is not None:
                 (scratch / "README.md").write_text(readme, encoding="utf-8")
         return out / written
+
+    def left_behind(self, out: str | Path) -> tuple[str, ...]:
+        """Describe weights beside this checkpoint that :meth:`write` does not merge; empty if ``out`` is a file."""
+        if Path(out).suffix == ".safetensors":
+            return ()
+        if self.shards is not None:
+            return notes_beside(self.file.parent, {file.name for file in self.shards.files})
+        index = self.file.suffix == ".json"
+        pickles = (
+            load_json(self.file.read_text(encoding="utf-8"))["weight_map"].values() if index else (self.file.name,)
+        )
+        return notes_beside(self.file.parent, {*pickles})
 
     def _planned(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, dict[str, Planned]]:
         """Return the tensors to write, by file and by name in the file."""

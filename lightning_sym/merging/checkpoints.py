@@ -238,10 +238,9 @@ def merge_checkpoints(
         models, base = [given[place] for place in asked.models], given[0] if asked.has_base else None
         description = configuration_of(asked.settings, models, base, options)
     card = card_of(asked, aligned.reasons, description, Path(out).name)
-    place = checkpoints[1 if align_only else 0].write(
-        tensors, out, out_dtype=out_dtype, readme=None if align_only else card
-    )
-    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes))
+    form = checkpoints[1 if align_only else 0]
+    place = form.write(tensors, out, out_dtype=out_dtype, readme=None if align_only else card)
+    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes, *form.left_behind(out)))
 
 
 # ---- inputs

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.merging.folders import check_configurations
+from lightning_sym.models import example_of
 from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import ModelZoo
 
@@ -156,7 +158,35 @@ def test_written_folders_are_loaded_and_compute_the_same(kind: str, form: str) -
         assert "lm_head.weight" not in held
 
 
-def test_all_files_but_other_weights_and_training_states_are_copied() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "grouped llama", "tied qwen"])
+@pytest.mark.parametrize("settings", [{}, {"base": "image-0", "method": "ties", "density": 0.5}])
+def test_merged_images_of_a_parent_generate_its_tokens(kind: str, settings: dict[str, Any]) -> None:
+    parent = made(kind)
+    (found,) = find_checkpoints(saved(parent, "parent"))
+    example = example_of(model_of(found))
+    symmetry = trace_symmetry(parent, *example.positional, output=example.output, **example.keywords)
+    images = [
+        saved(symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), parent), f"image-{seed}")
+        for seed in range(3)
+    ]
+    plain = merge_checkpoints(images, "plain", align="none")
+    assert min(after for _, after in plain.distances) > 1
+    merged = merge_checkpoints(images, "merged", **settings)
+    assert max(after for _, after in merged.distances) < 1e-3
+    ids = torch.arange(12).view(2, 6)
+
+    def tokens(network: Any) -> Tensor:
+        found: Tensor = network.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+        return found
+
+    expected = tokens(parent)
+    assert len(set(expected[:, 6:].flatten().tolist())) > 2
+    assert torch.equal(tokens(loaded(kind, "merged")), expected)
+    assert not torch.equal(tokens(loaded(kind, "plain")), expected)
+
+
+def test_all_files_but_other_weights_and_training_states_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     saved(made("gpt2"), "reference")
     copied = {
         "generation_config.json": "{}",
@@ -168,21 +198,37 @@ def test_all_files_but_other_weights_and_training_states_are_copied() -> None:
         "additional_chat_templates/tools.jinja": "{{ y }}",
         "vocab.txt": "a",
         "tokenizer.model": "b",
+        "1_Pooling/config.json": "{}",
+        "2_Dense/config.json": "{}",
+        "2_Dense/model.safetensors": "c",
+        "modules.json": json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]),
+        "original/params.json": "{}",
+        "onnx/config.json": "{}",
     }
     left_out = (
         *("README.md", ".gitattributes", "tf_model.h5", "flax_model.msgpack", "pytorch_model.bin", "optimizer.pt"),
         *("model.onnx", "model.gguf", "trainer_state.json", "training_args.bin", "rng_state.pth", "scheduler.pt"),
         *("checkpoint-5/config.json", "onnx/model.onnx", ".git/HEAD", "adapter_config.json", "model.fp16.safetensors"),
+        *("original/consolidated.00.pth", "speech/adapter_model.safetensors", "coreml/large"),
     )
     for name, text in {**copied, **dict.fromkeys(left_out, "no part of the result")}.items():
         path = Path("reference", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    monkeypatch.setattr("lightning_sym.merging.folders._SMALL", 30)
+    Path("reference/coreml/large").write_text("x" * 31)
     configuration = json.loads(Path("reference/config.json").read_text())
     configuration["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
     Path("reference/config.json").write_text(json.dumps(configuration))
     reference = read("reference")
     reference.write(floating(reference.network), "out")
+    assert reference.left_behind("out.safetensors") == ()
+    left, modules = reference.left_behind("out")
+    assert left == (
+        "not copied from reference, as weights of another format or part are not merged: coreml/large, "
+        "flax_model.msgpack, model.fp16.safetensors, model.gguf, model.onnx and 5 more"
+    )
+    assert modules == "copied from reference unchanged, as further modules are not merged: 2_Dense/model.safetensors"
     there = {str(path.relative_to("out")) for path in Path("out").rglob("*") if path.is_file()}
     assert there == {*copied, "config.json", "model.safetensors"}
     for name, text in copied.items():
