@@ -212,6 +212,7 @@ def match_weights(
     prefix: str | None = None,
     source: str = "The state dict",
     ignore: Sequence[str] | None = None,
+    described: str | Path | None = None,
 ) -> Fit:
     """Match tensors to a network's parameters and buffers.
 
@@ -227,6 +228,8 @@ def match_weights(
         source: Source of the tensors, for messages.
         ignore: Patterns of names, in the file or the network, of tensors that may be surplus or missing. A missing one
             keeps the network's value. None: no tensor may be, and messages do not propose it.
+        described: File that describes the network, such as ``config.json``, for messages. None: the caller has chosen
+            its class and arguments.
 
     Raises:
         ValueError: If the names match under no prefix or under several, if there are surplus tensors, or if shapes or
@@ -235,6 +238,9 @@ def match_weights(
     module = network.module if isinstance(network, WrappedNetwork) else network
     own = "module." if module is not network else ""
     kind, wanted = type(module).__name__, module.state_dict(keep_vars=True)  # object identity shows ties
+    remedy = "pass the arguments that the network was built with"
+    if described is not None:
+        remedy = f"check that these are the weights of the network that {described} describes"
     needed = [name for name in wanted if not name.endswith("num_batches_tracked")]
     if not needed:
         raise ValueError(f"{kind} has no parameters and thus no weights to read.")
@@ -248,7 +254,7 @@ def match_weights(
     notes: tuple[str, ...] = ()
     if not fitting:
         closest = min(found, key=lambda one: len(one.missing), default=None)
-        raise ValueError(_missing(tensors, needed, closest, kind, source, proposing=ignore is not None))
+        raise ValueError(_missing(tensors, needed, closest, kind, source, described, proposing=ignore is not None))
     if len(fitting) > 1:
         starts = ", ".join(repr(one.start) for one in fitting)
         plain = [one for one in fitting if not _AVERAGE.search(one.start)]
@@ -266,16 +272,12 @@ def match_weights(
             if ignore is not None
             else ""
         )
-        raise ValueError(
-            f"{source} holds {listed(surplus)}, which {kind} has not; {proposal}pass the arguments that the network "
-            "was built with."
-        )
+        raise ValueError(f"{source} holds {listed(surplus)}, which {kind} has not; {proposal}{remedy}.")
     for one in tied.values():
         first, *others = [key for name in one if (key := names.key(name)) is not None] or [""]
         if other := next((key for key in others if not torch.equal(tensors[key], tensors[first])), None):
             raise ValueError(
-                f"{source} holds other values of {other!r} than of {first!r}, which are tied in {kind}; pass the "
-                "arguments that the network was built with."
+                f"{source} holds other values of {other!r} than of {first!r}, which are tied in {kind}; {remedy}."
             )
     state = {own + name: value.detach() for name, value in wanted.items()}
     for name in wanted:
@@ -287,7 +289,7 @@ def match_weights(
                 continue
             raise ValueError(
                 f"{source} holds {key!r} of shape {list(tensors[key].shape)}, but {kind} has it of shape "
-                f"{list(wanted[name].shape)}; pass the arguments that the network was built with."
+                f"{list(wanted[name].shape)}; {remedy}."
             )
         check_numbers_alike(tensors[key], wanted[name], key, source)
         state[own + name] = tensors[key]
@@ -517,15 +519,24 @@ def _tensors(content: object, path: str = "", depth: int = 0, *, source: str) ->
 
 
 def _missing(
-    tensors: Mapping[str, Tensor], needed: list[str], closest: _Names | None, kind: str, source: str, *, proposing: bool
+    tensors: Mapping[str, Tensor],
+    needed: list[str],
+    closest: _Names | None,
+    kind: str,
+    source: str,
+    described: str | Path | None,
+    *,
+    proposing: bool,
 ) -> str:
     missing = needed if closest is None else closest.missing
+    remedy = "pass the class and the arguments that the network was built with"
+    if described is not None:
+        remedy = f"check that all its shards are there, and that {described} describes the network of these weights"
     proposal = ""
     if proposing and closest is not None and 2 * len(missing) < len(needed):
         others = {closest.expected(name) for name in needed} - {*missing}
         proposal = f", or leave them out with --ignore {_pattern(missing, others)}"
     return (
         f"{source} does not hold {listed(missing)} of {kind}; it holds {', '.join(map(repr, list(tensors)[:3]))}"
-        f"{'...' if len(tensors) > 3 else ''}; pass the class and the arguments that the network was built with"
-        f"{proposal}."
+        f"{'...' if len(tensors) > 3 else ''}; {remedy}{proposal}."
     )

@@ -39,7 +39,7 @@ one parent, are not changed.
                        dare_ties, breadcrumbs, breadcrumbs_ties, della, della_linear, model_stock, passthrough
   --base MODEL         differences from it are merged; needed by the methods from task_arithmetic to model_stock
   --weight 0.5,0.3     of each model, or one number for all; likewise --density (1), --gamma, --epsilon, --scale
-  --lambda 1           factor of the merged differences; --normalize true|false, --t 0.5 likewise
+  --lambda 1           factor of the merged differences; --normalize true|false, --rescale, --t 0.5 likewise
   --align              auto (default): weights, where that helps; weights or activations: search in any case; none
   --align-only         write the second model, aligned to the first, its function unchanged; nothing is merged
   --recalibrate        recompute the batch norm statistics of the result; without batch norms, those of units (REPAIR)
@@ -60,7 +60,7 @@ Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'.""
 WAYS = ("auto", "weights", "activations", "none")
 _FLAGS = ("align-only", "no-align", "recalibrate")
 # Settings of the methods, by their names in Python; the method checks their values.
-_SETTINGS = {name: name for name in ("weight", "density", "gamma", "epsilon", "scale", "normalize", "t")}
+_SETTINGS = {name: name for name in ("weight", "density", "gamma", "epsilon", "scale", "normalize", "rescale", "t")}
 _SETTINGS["lambda"] = "lambda_"
 _FORMULA = ("method", "base", *_SETTINGS)
 _OPTIONS = (
@@ -135,6 +135,7 @@ def read_options(args: Sequence[str]) -> Asked:
     """
     given, files = read_own("merge", args, _OPTIONS, _FLAGS)
     folders = [file for file in files if Path(file.partition("+")[0]).is_dir() or Path(file).is_dir()]
+    folders += [file for file in files if Path(file).is_file() and Path(file).with_name("config.json").is_file()]
     configured = len(files) == 1 and files[0].endswith((".yml", ".yaml"))
     missing = [file for file in files if not (file in folders or Path(file).exists())]
     needless = bool(folders or configured or missing)  # a file that is missing is named later
@@ -200,6 +201,7 @@ def run(asked: Asked) -> None:
     """
     import lightning_sym.datamodules
     from lightning_sym.merging import MergeConfig, merge_checkpoints
+    from lightning_sym.merging.adapters import is_adapter
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.merging.config import trusted_class
     from lightning_sym.models import build_light, build_model, construct, example_of
@@ -207,11 +209,11 @@ def run(asked: Asked) -> None:
 
     if asked.report.exists():
         raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
-    if all((Path(file) / "adapter_config.json").is_file() for file in asked.files):
-        return _merge_adapters(asked)
+    config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
+    if all(map(is_adapter, asked.files)) or (config is not None and config.of_adapters):
+        return _merge_adapters(asked, config)
     if asked.rank is not None:
         raise ValueError("--rank is that of merged adapters; leave it out, or give folders of adapters alone.")
-    config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
     named = None if asked.data is None else (class_of(asked.data), arguments_of(asked.data))
     if config is not None and config.data is not None and named is None:
         named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
@@ -234,16 +236,15 @@ def run(asked: Asked) -> None:
     if asked.network is not None:
         about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
         model = build_light(functools.partial(build_model, about["network"], about["arguments"]))
+        options["network"] = model.network
     elif asked.shape or asked.tokens:
         first = asked.base or asked.files[0] if config is None else config.base or config.models[0]
         model = model_of(find_checkpoints(first)[0])
-    if model is not None:
-        options["network"] = model.network
     if data is not None and asked.shape is None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
     elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
-    with _named(about.get("network", asked.files[0]), data):
+    with _named(about.get("network", asked.files[0]), data, given="network" in about):
         if config is not None:
             found = config.run(asked.out, **options)
         else:
@@ -255,13 +256,15 @@ def run(asked: Asked) -> None:
     _report(asked, found, about, None if loss is None else "mean squared distance")
 
 
-def _merge_adapters(asked: Asked) -> None:
+def _merge_adapters(asked: Asked, config: Any) -> None:
     """Merge adapters without their network, and print the errors of the methods.
 
     Raises:
         ValueError: If an option does not apply to adapters, or they do not fit each other. Nothing is written then.
     """
-    from lightning_sym.merging import Adapter, merge_adapters
+    from lightning_sym.merging import MergeSettings
+    from lightning_sym.merging.card import write_merged_adapters
+    from lightning_sym.merging.methods import merge_method
 
     others = {"base": asked.base, "network": asked.network, "data": asked.data, "recalibrate": asked.recalibrate}
     others |= {
@@ -273,14 +276,16 @@ def _merge_adapters(asked: Asked) -> None:
     }
     if useless := [name for name, value in others.items() if value]:
         raise ValueError(f"--{useless[0]} does not apply to adapters alone; expected MODEL+ADAPTER, or leave it out.")
-    settings = dict(asked.settings)
-    if asked.seed is not None and asked.method != "linear":
-        settings["seed"] = asked.seed
-    weights = settings.pop("weight", None)
-    weights = [weights] * len(asked.files) if isinstance(weights, int | float) else weights
-    adapters = [Adapter.read(file) for file in asked.files]
-    merged = merge_adapters(adapters, method=asked.method, rank=asked.rank, weights=weights, **settings)
-    merged.adapter.write(asked.out)
+    if config is not None:
+        if twice := [name for name in ("rank", "seed") if getattr(asked, name) is not None]:
+            raise ValueError(f"--{twice[0]} of adapters is set by {config.file}; change it there.")
+        merged = config.merge_adapters(asked.out)
+    else:
+        based = merge_method(asked.method).base == "needed"  # zero is their base
+        settings = MergeSettings.of(
+            asked.method, len(asked.files), has_base=based, seed=asked.seed or 0, **asked.settings
+        )
+        merged = write_merged_adapters(asked.files, settings, asked.out, rank=asked.rank)
     print(merged)
     print(f"  adapter {asked.out}")
 
@@ -314,14 +319,14 @@ def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None
 
 
 @contextlib.contextmanager
-def _named(network: str, data: Any) -> Iterator[None]:
-    """Add network and data to the errors of torch."""
+def _named(network: str, data: Any, *, given: bool) -> Iterator[None]:
+    """Add network and data to the errors of torch; ``given``: whether the network is that of ``--network``."""
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         of = "its own example" if data is None else type(data).__name__
+        rest = "the arguments that it was built with" if given else "check its configuration"
         raise ValueError(
-            f"{network} cannot be run on {of} ({reason[:200]}); give the data that it was trained on, and the "
-            "arguments that it was built with."
+            f"{network} cannot be run on {of} ({reason[:200]}); give the data that it was trained on, and {rest}."
         ) from error

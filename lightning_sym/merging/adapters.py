@@ -19,10 +19,11 @@ from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.merging.methods import METHODS as FORMULAS
 from lightning_sym.merging.methods import merge_tensors
+from lightning_sym.merging.parameters import MergeSettings
 from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
 from lightning_sym.weights import read_weights
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, README = "adapter_config.json", "adapter_model.safetensors", "README.md"
 _PICKLED = "adapter_model.bin"  # of old versions; only tensors are read
 _START = "base_model.model."
 # Factors A and B of a layer; the bias of B is not a factor and stays unchanged.
@@ -80,28 +81,33 @@ class Adapter:
         adapter.products  # noqa: B018  # checks the tensors
         return adapter
 
-    def write(self, folder: str | Path) -> Path:
+    def write(self, folder: str | Path, *, readme: str | None = None) -> Path:
         """Write the adapter in the form that ``peft`` reads.
 
         Args:
             folder: Created if it does not exist.
+            readme: Text of a ``README.md``; None for no such file.
 
         Returns:
             The folder.
 
         Raises:
-            ValueError: If the folder holds an adapter already.
+            ValueError: If the folder holds such a file already.
             OSError: If the folder cannot be written to; no partial file remains.
         """
         folder = Path(folder)
-        if there := next((name for name in (CONFIG, WEIGHTS) if (folder / name).exists()), None):
-            raise ValueError(f"{folder / there} exists already; expected a folder without an adapter.")
         weights = save({name: tensor.contiguous() for name, tensor in self.tensors.items()}, {"format": "pt"})
-        write_atomically(folder / CONFIG, json.dumps(dict(self.config), indent=2) + "\n")
+        contents: dict[str, str | bytes] = {CONFIG: json.dumps(dict(self.config), indent=2) + "\n"}
+        contents |= {} if readme is None else {README: readme}
+        contents[WEIGHTS] = weights  # last: a folder with weights is whole
+        if there := next((name for name in contents if (folder / name).exists()), None):
+            raise ValueError(f"{folder / there} exists already; expected a folder without an adapter.")
         try:
-            write_atomically(folder / WEIGHTS, weights)
+            for name, content in contents.items():
+                write_atomically(folder / name, content)
         except BaseException:
-            (folder / CONFIG).unlink()
+            for name in contents:
+                (folder / name).unlink(missing_ok=True)
             raise
         return folder
 
@@ -244,6 +250,11 @@ class Adapter:
         return None if tensor is None else tensor.double() * factor
 
 
+def is_adapter(path: str | Path) -> bool:
+    """Return whether a path is the folder of an adapter."""
+    return (Path(path) / CONFIG).is_file()
+
+
 def check_same_network(adapters: Sequence[Adapter], *, ranks: bool = False) -> None:
     """Check that adapters belong to the same network.
 
@@ -298,7 +309,7 @@ class MergedAdapters:
 def merge_adapters(
     adapters: Sequence[Adapter],
     *,
-    method: str | Combine = "product",
+    method: str | Combine | MergeSettings = "product",
     rank: int | None = None,
     weights: Sequence[float] | None = None,
     **settings: Any,
@@ -313,7 +324,8 @@ def merge_adapters(
             its rank. "aligned": mean of the factors, balanced and rotated to those of the first adapter. "factors":
             mean of the factors in their given gauges, for comparison; it depends on the gauges. Any other of
             :data:`lightning_sym.merging.methods.METHODS`: the formula for products, with zero as the base, truncated.
-            A function of a weight's name and the products: the same for its result.
+            A function of a weight's name and the products: the same for its result. A formula with its settings, the
+            same for all tensors: weights and further settings must then be left out.
         rank: Rank of the result, >= 1, not for "aligned" and "factors"; default: for each module the largest rank of an
             adapter.
         weights: One number per adapter; for means >= 0, and divided by their sum. None: equal weights.
@@ -330,6 +342,14 @@ def merge_adapters(
     adapters = list(adapters)
     if not adapters:
         raise ValueError("adapters must have at least one adapter, got none.")
+    if isinstance(method, MergeSettings):
+        if weights is not None or settings:
+            raise ValueError("the method holds its settings; leave out weights and others.")
+        name, values = method.method.name, method.constants()
+        own = values.pop("weight", None)
+        if name == "linear" and values["normalize"]:  # truncated exactly
+            return merge_adapters(adapters, rank=rank, weights=own)
+        return merge_adapters(adapters, method=name, rank=rank, weights=own, seed=method.seed, **values)
     way = "product" if method == "linear" and not settings else method
     if not (callable(way) or way in METHODS or way in FORMULAS):
         raise ValueError(unknown("method", way, [*METHODS, *FORMULAS]))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -218,20 +218,22 @@ def _check_arguments(networks: Sequence[nn.Module], how: str, batches: Batches |
         )
 
 
+class AlignOptions(TypedDict, total=False):
+    """Optional arguments of :func:`align`, which describes them, but for ``how``."""
+
+    batches: Batches | None
+    reference: int
+    max_rounds: int
+    scales: bool
+    signs: bool
+    balance: bool
+    seed: int
+    device: torch.device | str | None
+    copies: NetworkFiles | None
+
+
 def merge(
-    symmetry: Symmetry,
-    networks: Sequence[nn.Module],
-    *,
-    align: How = "auto",
-    batches: Batches | None = None,
-    reference: int = 0,
-    max_rounds: int = 20,
-    scales: bool = True,
-    signs: bool = True,
-    balance: bool = True,
-    seed: int = 0,
-    device: torch.device | str | None = None,
-    copies: NetworkFiles | None = None,
+    symmetry: Symmetry, networks: Sequence[nn.Module], *, align: How = "auto", **options: Unpack[AlignOptions]
 ) -> Merged:
     """Align networks to one another, and return their average.
 
@@ -245,15 +247,7 @@ def merge(
         symmetry: The symmetry of the architecture.
         networks: At least one. Not changed.
         align: As ``how`` of :func:`align`, which describes the alignment.
-        batches: See :func:`align`.
-        reference: See :func:`align`.
-        max_rounds: See :func:`align`.
-        scales: See :func:`align`.
-        signs: See :func:`align`.
-        balance: See :func:`align`.
-        seed: See :func:`align`.
-        device: See :func:`align`.
-        copies: Storage for moved networks and the average, which are on the CPU then; None for memory.
+        **options: Further arguments of :func:`align`. ``copies`` also stores the average.
 
     Returns:
         The average, and the alignments.
@@ -262,24 +256,11 @@ def merge(
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
         OSError: If there is no space for copies.
     """
-    networks, copies = list(networks), copies if copies is not None else NetworkFiles()
-    found = _align(
-        symmetry,
-        networks,
-        how=align,
-        batches=batches,
-        reference=reference,
-        max_rounds=max_rounds,
-        scales=scales,
-        signs=signs,
-        balance=balance,
-        seed=seed,
-        device=device,
-        copies=copies,
-    )
+    found = _align(symmetry, networks, how=align, **options)
     with torch.no_grad():
         spreads = found.spreads or (_spread(networks),) * 2
-        mean = copies.copy(networks[reference], mean_tensors(found.networks))
+        copies, reference = options.get("copies") or NetworkFiles(), networks[options.get("reference", 0)]
+        mean = copies.copy(reference, mean_tensors(found.networks))
     return Merged(mean, found.elements, found.found, len(spreads) - 1, spreads, found.reasons)
 
 

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from lightning_sym._documents import load_json
 from lightning_sym._text import unknown
-from lightning_sym.merging.folders import CONFIGURATION, WEIGHTS, configuration_in, configured_as, files_beside
+from lightning_sym.merging.folders import (
+    CONFIGURATION,
+    WEIGHTS,
+    configuration_in,
+    configured_as,
+    files_beside,
+    notes_beside,
+)
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import Model, build_light, model_in, names_in_network
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
@@ -107,6 +114,14 @@ def _adapter_weights(folder: Path) -> Path:
     return weights
 
 
+def description_of(found: Found) -> Path | None:
+    """Return the file that describes the network of an input: its configuration or that of its zoo; None without."""
+    if found.folder is not None:
+        return found.folder / CONFIGURATION
+    manifest = found.file.parent / MANIFEST
+    return manifest if manifest.exists() else None
+
+
 def model_of(found: Found, *, weights: bool = False) -> Model:
     """Build the network of an input, from its configuration or its zoo.
 
@@ -117,17 +132,20 @@ def model_of(found: Found, *, weights: bool = False) -> Model:
     Raises:
         ValueError: If nothing says what the network is, or it cannot be built.
     """
-    folder = found.folder or (found.file.parent if (found.file.parent / MANIFEST).exists() else None)
-    if folder is None:
-        what = "is an adapter without its model: give MODEL+ADAPTER" if found.adapter else "does not say its network"
-        raise ValueError(f"{found.given} {what}; expected that, or --network.")
+    described = description_of(found)
+    if described is None:
+        raise ValueError(
+            f"{found.given} is an adapter without its model; give MODEL+ADAPTER."
+            if found.file.parent == found.adapter
+            else f"{found.given} does not say its network; give the folder with its {CONFIGURATION}, or --network."
+        )
     if found.configuration is not None and (quantized := found.configuration.get("quantization_config")):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise ValueError(
             f"{found.given} holds quantized weights ({method}); expected weights of 16 bits or more: dequantize() and "
             "save_pretrained() of transformers write them."
         )
-    build = functools.partial(model_in, folder)
+    build = functools.partial(model_in, described.parent)
     return build(meta=False) if weights else build_light(build)
 
 
@@ -168,6 +186,7 @@ class Checkpoint:
         prefix: str | None = None,
         copies: NetworkFiles | None = None,
         ignore: Sequence[str] = (),
+        described: Path | None = None,
     ) -> "Checkpoint":
         """Read a checkpoint into a copy of a network.
 
@@ -180,6 +199,7 @@ class Checkpoint:
             copies: Storage for converted tensors; None for memory.
             ignore: Patterns of names, in the file or the network, of tensors that may be surplus or missing. A missing
                 one has the value of ``network``.
+            described: File that describes the network, for messages; None if the caller has chosen it.
 
         Raises:
             FileNotFoundError: If there is no such file.
@@ -192,7 +212,7 @@ class Checkpoint:
         renamed = {name: key for key, name in names_in_network(network, tensors).items()}
         fit = match_weights(
             {name: tensors[key] for name, key in renamed.items()}, network,
-            prefix=prefix, source=str(file), ignore=ignore,
+            prefix=prefix, source=str(file), ignore=ignore, described=described,
         )  # fmt: skip
         state = fit.tensors
         if empty := next((name for name, tensor in state.items() if tensor.is_meta), None):
@@ -293,6 +313,18 @@ class Checkpoint:
             if readme is not None:
                 (scratch / "README.md").write_text(readme, encoding="utf-8")
         return out / written
+
+    def left_behind(self, out: str | Path) -> tuple[str, ...]:
+        """Describe weights beside this checkpoint that :meth:`write` does not merge; empty if ``out`` is a file."""
+        if Path(out).suffix == ".safetensors":
+            return ()
+        if self.shards is not None:
+            return notes_beside(self.file.parent, {file.name for file in self.shards.files})
+        index = self.file.suffix == ".json"
+        pickles = (
+            load_json(self.file.read_text(encoding="utf-8"))["weight_map"].values() if index else (self.file.name,)
+        )
+        return notes_beside(self.file.parent, {*pickles})
 
     def _planned(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, dict[str, Planned]]:
         """Return the tensors to write, by file and by name in the file."""

@@ -16,7 +16,7 @@ from lightning_sym.merging.adapters import Adapter, with_adapter
 from lightning_sym.merging.alignment import HOW, Alignment, How, in_one_order
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
-from lightning_sym.merging.checkpoint import Checkpoint, Found, model_of
+from lightning_sym.merging.checkpoint import Checkpoint, Found, description_of, model_of
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
 from lightning_sym.merging.folders import check_configurations
@@ -169,6 +169,7 @@ def merge_checkpoints(
         align = "none"  # one model, with adapters
     written = asked.found[1 if align_only else 0]  # determines the form of the result
     _check_out(Path(out), written)
+    described = description_of(asked.found[0]) if network is None else None
     if network is None:
         model = model_of(asked.found[0])
         network, inputs = model.network, example_of(model) if inputs is None else inputs
@@ -176,7 +177,7 @@ def merge_checkpoints(
     layers = Layers([name for name, own in state_tensors(network).items() if own.is_floating_point()])
     notes = (*notes, *asked.settings.check(layers))
     copies = NetworkFiles(_existing(Path(out).absolute().parent))
-    checkpoints, converted = _read_all(asked, network, prefix, copies, ignore)
+    checkpoints, converted = _read_all(asked, network, described, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = _call(inputs, dtype)
@@ -232,11 +233,14 @@ def merge_checkpoints(
         notes=(*_equality_notes(asked.names, [after for _, after in equal]), *_reasons(asked, aligned), *others),
     )
     options = {"align": align, "out_dtype": out_dtype, "ignore": list(ignore), "recalibrate": recalibrate}
-    card = card_of(asked, aligned.reasons, description or configuration_of(asked, options), Path(out).name)
-    place = checkpoints[1 if align_only else 0].write(
-        tensors, out, out_dtype=out_dtype, readme=None if align_only else card
-    )
-    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes))
+    if description is None:
+        given = [one.given for one in asked.found]
+        models, base = [given[place] for place in asked.models], given[0] if asked.has_base else None
+        description = configuration_of(asked.settings, models, base, options)
+    card = card_of(asked, aligned.reasons, description, Path(out).name)
+    form = checkpoints[1 if align_only else 0]
+    place = form.write(tensors, out, out_dtype=out_dtype, readme=None if align_only else card)
+    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes, *form.left_behind(out)))
 
 
 # ---- inputs
@@ -296,7 +300,12 @@ def _of_one_type(
 
 
 def _read_all(
-    asked: Sources, network: nn.Module, prefix: str | None, copies: NetworkFiles, ignore: Sequence[str]
+    asked: Sources,
+    network: nn.Module,
+    described: Path | None,
+    prefix: str | None,
+    copies: NetworkFiles,
+    ignore: Sequence[str],
 ) -> tuple[list[Checkpoint], list[str]]:
     """Read all checkpoints, with their adapters, in one type; also return notes."""
     found: list[Checkpoint] = []
@@ -304,7 +313,8 @@ def _read_all(
     unmatched = dict.fromkeys(ignore)
     for one in asked.found:
         model = found[0].network if found else network  # its values replace ignored tensors
-        own = Checkpoint.read(one.file, model, prefix, copies, ignore)
+        named = None if described is None else description_of(one) or described  # configurations are alike
+        own = Checkpoint.read(one.file, model, prefix, copies, ignore, named)
         if one.adapter is not None:
             adapted = with_adapter(state_tensors(own.network), Adapter.read(one.adapter))
             own = replace(own, network=with_tensors(own.network, copies.placed(adapted.items())).eval())

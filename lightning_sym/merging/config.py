@@ -13,8 +13,10 @@ from lightning_sym._checks import is_integer
 from lightning_sym._documents import StrictLoader, load_json, load_yaml
 from lightning_sym._text import nearest, unknown
 from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
+from lightning_sym.merging.adapters import MergedAdapters, is_adapter
+from lightning_sym.merging.card import write_merged_adapters
 from lightning_sym.merging.checkpoints import MergedCheckpoints, merge_checkpoints
-from lightning_sym.merging.methods import METHODS, MergeMethod, merge_method
+from lightning_sym.merging.methods import FLAGS, METHODS, MergeMethod, merge_method
 from lightning_sym.merging.parameters import MergeSettings, Setting, check_setting
 from lightning_sym.models import build_model, example_of
 
@@ -22,7 +24,9 @@ _THEIRS = (
     *("merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype", "tokenizer_source"),
     *("chat_template", "name"),
 )
-_OURS = ("align", "network", "data", "seed", "ignore", "recalibrate")
+_OURS = ("align", "network", "data", "seed", "ignore", "recalibrate", "rank")
+# Keys that do not apply to adapters alone.
+_OF_NETWORKS = ("align", "network", "data", "ignore", "recalibrate", "dtype", "out_dtype")
 _ELSEWHERE = "putting layers together needs mergekit"
 _REFUSED = {
     "modules": "merging by modules needs mergekit; list the models under models",
@@ -39,16 +43,12 @@ _IDLE: Mapping[str, tuple[str, ...] | None] = {
     "max_iter": ("karcher",),
     "tol": ("karcher",),
     "eps": ("multislerp",),
+    "nuslerp_row_wise": ("nuslerp",),  # of whole tensors, which alone are implemented
 }
 # Parameters of mergekit that have one value here, by method.
 _FIXED: Mapping[str, Mapping[str, bool]] = {
-    "rescale": {
-        **dict.fromkeys(("dare_linear", "dare_ties", "della", "della_linear"), True),
-        **dict.fromkeys(("ties", "breadcrumbs", "breadcrumbs_ties"), False),
-    },
     "filter_wise": {"model_stock": False},
     "nuslerp_flatten": {"nuslerp": True},
-    "nuslerp_row_wise": {"nuslerp": False},
     "normalize_weights": {"multislerp": True},
 }
 # Numbers of layers in configurations of transformers.
@@ -73,6 +73,8 @@ class MergeConfig:
         data: The datamodule, likewise; None without one.
         ignore: Patterns of tensors' names that are left out.
         recalibrate: Whether to recompute batch norm statistics.
+        of_adapters: Whether the models are adapters without their network, for :meth:`merge_adapters`.
+        rank: Rank of merged adapters; None for the largest of them.
         out_dtype: Type of the result: ``out_dtype``, or ``dtype`` without it. None for that of the reference.
             Computation is in float32 or float64.
         notes: Parts of the file that change nothing.
@@ -88,6 +90,8 @@ class MergeConfig:
     data: Mapping[str, Any] | None = None
     ignore: tuple[str, ...] = ()
     recalibrate: bool = False
+    of_adapters: bool = False
+    rank: int | None = None
     out_dtype: str | None = None
     notes: tuple[str, ...] = ()
     text: str = field(default="", repr=False)
@@ -144,9 +148,11 @@ class MergeConfig:
 
         Raises:
             ValueError: As :func:`lightning_sym.merging.merge_checkpoints`; also if the file names a datamodule and no
-                ``data`` are passed.
+                ``data`` are passed, or names adapters alone.
             OSError: If the result cannot be written.
         """
+        if self.of_adapters:
+            raise ValueError(f"{self.file} names adapters alone; expected MODEL+ADAPTER, or a call of merge_adapters.")
         if self.data is not None and "data" not in others:
             raise ValueError(
                 f"{self.file} names the datamodule {self.data['class_path']}, which only the command builds; pass its "
@@ -157,6 +163,20 @@ class MergeConfig:
             model = build_model(*trusted_class(self.network, "lightning_sym.networks", str(self.file)))
             given = {"inputs": example_of(model), **given, "network": model.network}
         return merge_checkpoints(given.pop("files"), out, **given)
+
+    def merge_adapters(self, out: str | Path) -> MergedAdapters:
+        """Merge adapters without their network, and write the result with a ``README.md``.
+
+        Args:
+            out: Folder of the result.
+
+        Raises:
+            ValueError: As :func:`lightning_sym.merging.merge_adapters`; also if the models are not adapters.
+            OSError: If the result cannot be written.
+        """
+        if not self.of_adapters:
+            raise ValueError(f"{self.file} names models that are no adapters alone; call run.")
+        return write_merged_adapters(self.models, self.settings, out, rank=self.rank, text=self.text)
 
 
 # ---- the file
@@ -178,8 +198,10 @@ class _Entry:
 
 
 def _read(file: Path, content: object) -> MergeConfig:
-    if isinstance(content, Mapping) and content.get("tokenizer") == {"source": "base"}:
-        content = {key: value for key, value in content.items() if key != "tokenizer"} | {"tokenizer_source": "base"}
+    tokenizer = content.get("tokenizer") if isinstance(content, Mapping) else None
+    if isinstance(content, Mapping) and isinstance(tokenizer, Mapping) and [*tokenizer] == ["source"]:
+        content = {key: value for key, value in content.items() if key != "tokenizer"}
+        content["tokenizer_source"] = tokenizer["source"]
     top = _mapping(content, "the file", (*_THEIRS, *_OURS), _REFUSED)
     if "merge_method" not in top:
         raise ValueError("merge_method is missing; expected for example merge_method: linear.")
@@ -196,6 +218,7 @@ def _read(file: Path, content: object) -> MergeConfig:
         base = named
     scopes = (*scopes, shared)
     unused = None
+    of_adapters = all(is_adapter(entry.path) for entry in entries) and (base is None or is_adapter(base))
     listed = [entry for entry in entries if entry.path == base]
     others = [entry for entry in entries if entry.path != base]
     if method.name == "slerp":
@@ -210,10 +233,16 @@ def _read(file: Path, content: object) -> MergeConfig:
                 "that of the first model; list it among the models to merge it, as mergekit does"
             )
         entries, base = [*listed, *others], None
-    elif base is None and method.base == "needed":
+    elif base is None and method.base == "needed" and not of_adapters:
         raise ValueError(f"{method.name} needs base_model, the parent of the models.")
     else:
         entries = others
+    if of_adapters:
+        useless = [*(["base_model"] if base is not None else []), *(key for key in _OF_NETWORKS if key in top)]
+        if useless:
+            raise ValueError(f"{useless[0]} does not apply to adapters alone; expected MODEL+ADAPTER, or leave it out.")
+    if "rank" in top and not (of_adapters and is_integer(top["rank"], 1)):
+        raise ValueError(f"rank must be an integer >= 1, for models that are adapters alone, got {brief(top['rank'])}.")
     seed = top.get("seed", 0)
     if not is_integer(seed, 0):
         raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
@@ -226,12 +255,16 @@ def _read(file: Path, content: object) -> MergeConfig:
         file=file,
         models=tuple(entry.path for entry in entries),
         base=base,
-        settings=_settings(method, entries, scopes, base is not None, seed),
+        settings=_settings(
+            method, entries, scopes, base is not None or (of_adapters and method.base == "needed"), seed
+        ),
         align=_word(top, "align", _ALIGN) or "auto",
         network=_class(top, "network"),
         data=_class(top, "data"),
         ignore=_patterns(top.get("ignore", ())),
         recalibrate=_flag(top, "recalibrate"),
+        of_adapters=of_adapters,
+        rank=top.get("rank"),
         out_dtype=_word(top, "out_dtype", _DTYPES) or dtype,
         notes=tuple(notes),
     )
@@ -320,13 +353,15 @@ def _parameters(node: object, where: str, method: MergeMethod, notes: list[str],
                         f"{str(fixed).lower()}; leave it out."
                     )
                 continue
-            if any(name in _known(other) for other in METHODS.values()):
-                notes.append(f"{place} changes nothing, as {method.name} has no {name}")
+            if name in (*_IDLE, *_FIXED) or any(name in _known(other) for other in METHODS.values()):
+                reason = f"changes nothing, as {method.name} has no {name}"
+                if not any(note.endswith(reason) for note in notes):  # models may have it alike
+                    notes.append(f"{place} {reason}")
                 continue
         check_setting(method, str(name), place)
         if of_model and name in method.shared:
             raise ValueError(f"{place}: {name} is one value for the whole merge; put it under parameters of the file.")
-        found[name] = Setting.of(value, place, flag=name == "normalize")
+        found[name] = Setting.of(value, place, flag=name in FLAGS)
     return found
 
 

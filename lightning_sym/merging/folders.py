@@ -1,7 +1,7 @@
 """Folders of models: configuration, weights, and the files beside them."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,19 @@ from lightning_sym.models import with_defaults
 # Files with the weights of a model, in the search order of from_pretrained.
 WEIGHTS = (*("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
 CONFIGURATION = "config.json"
-# Files of a model that are not copied: weights in other files and formats, descriptions of weights, training states.
-_NOT_COPIED = (
+# Weights, in any format, and descriptions of them.
+_OF_WEIGHTS = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ot"),
-    *("*.onnx", "*.onnx_data", "*.tflite", "*.npz", "*.pkl", "*.distcp", "adapter_config.json", "readme.md", "*.tmp"),
-    *("trainer_state.json", "optimizer*", "scheduler*", "rng_state*", "events.out.tfevents*", "zero_to_fp32.py"),
+    *("*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite", "*.npz", "*.pkl", "*.distcp"),
 )
-_FOLDERS_NOT_COPIED = ("checkpoint-*", "global_step*", "runs", "onnx", "openvino", "original", "__pycache__")
+# Files and folders of trainings, and of adapters beside the weights.
+_NOT_COPIED = (
+    *("adapter_config.json", "readme.md", "*.tmp", "trainer_state.json", "training_args.bin", "optimizer*"),
+    *("scheduler*", "rng_state*", "events.out.tfevents*", "zero_to_fp32.py"),
+)
+_FOLDERS_NOT_COPIED = ("checkpoint-*", "global_step*", "runs", "__pycache__")
+_SMALL = 2**26  # bytes; larger files in subfolders are weights of a format without a known name
+_NAMED = 5  # files in a note
 # Settings of a configuration that are independent of the architecture.
 _NOT_ARCHITECTURE = (
     *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map"),
@@ -42,18 +48,62 @@ def configuration_in(folder: Path) -> dict[str, Any] | None:
 
 
 def files_beside(folder: Path) -> dict[str, Path]:
-    """Return the files of a model in its folder, without weights, by their names relative to the folder."""
-    return {} if configuration_in(folder) is None else dict(_copied(folder))
+    """Return the files that a merged model takes from a folder, by their names relative to it.
+
+    These are all but weights, states of trainings and hidden files. Weights of further modules of
+    sentence-transformers, such as ``2_Dense``, are taken too: the model needs them, and they are not merged.
+
+    Args:
+        folder: Folder with ``config.json``; without, nothing is taken.
+    """
+    return {name: path for name, path, state in _beside(folder) if state != "left out"}
 
 
-def _copied(folder: Path, start: str = "") -> Iterator[tuple[str, Path]]:
+def notes_beside(folder: Path, merged: Collection[str]) -> tuple[str, ...]:
+    """Describe weights beside those of a model, which are not merged.
+
+    Args:
+        folder: As for :func:`files_beside`.
+        merged: Names of the files that are merged.
+    """
+    found: dict[str, list[str]] = {}
+    for name, _, state in _beside(folder):
+        if state != "taken" and name not in merged and not name.endswith(".index.json"):
+            found.setdefault(state, []).append(name)
+    says = {
+        "left out": f"not copied from {folder}, as weights of another format or part are not merged",
+        "module": f"copied from {folder} unchanged, as further modules are not merged",
+    }
+    return tuple(
+        f"{text}: {', '.join(own[:_NAMED])}{f' and {len(own) - _NAMED} more' * (len(own) > _NAMED)}"
+        for state, text in says.items()
+        if (own := found.get(state, []))
+    )
+
+
+def _beside(folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """Yield name, path and state of the files beside the configuration: "taken", "left out", or "module"."""
+    if configuration_in(folder) is None:
+        return
+    listed = _json_in(folder, "modules.json", list)  # of sentence-transformers
+    modules = [one.get("path") for one in listed if isinstance(one, dict)]
+    for name, path in _files(folder):
+        inside, _, own = name.rpartition("/")
+        weights = any(fnmatch(own.lower(), one) for one in _OF_WEIGHTS)
+        if weights or (inside and path.stat().st_size > _SMALL):
+            yield name, path, "module" if inside and inside in modules else "left out"
+        else:
+            yield name, path, "taken"
+
+
+def _files(folder: Path, start: str = "") -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.iterdir()):
         name = path.name.lower()
         if name.startswith("."):
             continue
         if path.is_dir():
             if not path.is_symlink() and not any(fnmatch(name, own) for own in _FOLDERS_NOT_COPIED):
-                yield from _copied(path, f"{start}{path.name}/")
+                yield from _files(path, f"{start}{path.name}/")
         elif path.is_file() and not any(fnmatch(name, own) for own in _NOT_COPIED):
             yield start + path.name, path
 
@@ -129,12 +179,13 @@ def _entries(content: dict[str, Any], start: str = "") -> Iterator[tuple[str, An
                 yield start + key, entry
 
 
-def _json_in(folder: Path, name: str) -> Any:
+def _json_in(folder: Path, name: str, kind: type = dict) -> Any:
+    """Return the content of a file of JSON; empty if there is none, or none of this kind."""
     try:
         content = load_json((folder / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return kind()
+    return content if isinstance(content, kind) else kind()
 
 
 def _chat_template(folder: Path) -> Any:

@@ -24,6 +24,8 @@ T = TypeVar("T", Tensor, Mapping[str, Tensor])
 # Above this cosine `slerp` is linear; `nuslerp` only where the angle is rounding.
 _PARALLEL, _EQUAL = 0.9995, 1 - 1e-12
 _STEPS, _SMALL = 10, 1e-5  # of the iteration to the Karcher mean
+FLAGS = ("normalize", "rescale")
+"""Settings of a merge that are true or false."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +80,7 @@ class Tally:
 
     @property
     def conflicts(self) -> float:
-        """Share of the numbers at which kept differences have both signs."""
+        """Share of the numbers at which kept differences, times their weights, have both signs."""
         return self._in_conflict / max(1, self._numbers)
 
     @property
@@ -98,7 +100,7 @@ class Tally:
 
         Args:
             gram: Inner products of the differences from the base. Shape ``[N, N]``, float64.
-            kept: The differences after sparsification. Shape ``[N, P]``.
+            kept: The differences after sparsification, times their weights. Shape ``[N, P]``.
             dropped: Numbers dropped for each model. Shape ``[N]``.
         """
         self._gram = gram if self._gram is None else self._gram + gram
@@ -143,11 +145,12 @@ class _Group:
         """Return the inner products of the differences: ``[N, N]``, float64, on the CPU."""
         count = len(self.tensors)
         gram = torch.zeros(count, count, dtype=torch.float64)
+        weights = torch.tensor(self.each.get("weight", [1.0] * count), dtype=torch.float64)[:, None]
         for _, rows in self.differences():
             own = (rows @ rows.T).double().cpu()
             gram += own
             if self.tally is not None and self.base is not None:
-                self.tally.count(own, rows, torch.zeros(count))
+                self.tally.count(own, rows * weights.to(rows), torch.zeros(count))
         return gram
 
     def shares(self) -> list[float]:
@@ -236,7 +239,7 @@ def _stock(group: _Group) -> Sequence[float]:
     return [min(max(t, 0.0), 1.0) / count] * count
 
 
-# Masks of task vectors: the kept numbers, and a factor that makes up for the others.
+# Masks of task vectors: the kept numbers, and with `rescale` a factor that makes up for the others, else 1.
 
 
 def _by_magnitude(group: _Group, model: int, *, least: int) -> tuple[Tensor, float]:
@@ -247,7 +250,7 @@ def _by_magnitude(group: _Group, model: int, *, least: int) -> tuple[Tensor, flo
     mask = _largest(group, model, dropped + kept)
     if dropped:
         mask &= ~_largest(group, model, dropped)
-    return mask, 1.0
+    return mask, _restoring(group, model, mask)
 
 
 def _largest(group: _Group, model: int, count: int) -> Tensor:
@@ -279,11 +282,11 @@ def _at_random(group: _Group, model: int) -> tuple[Tensor, float]:
     mask = torch.zeros(group.tensors[model].numel(), dtype=torch.bool)
     for part in parts(len(mask)):
         mask[part] = torch.rand(len(mask[part]), generator=draw) < density
-    return mask, 1 / density
+    return mask, 1 / density if group.shared["rescale"] else 1.0
 
 
 def _by_rank(group: _Group, model: int) -> tuple[Tensor, float]:
-    """Keep large numbers of a row with higher probability, and restore the sum of magnitudes."""
+    """Keep large numbers of a row with higher probability."""
     density, epsilon = group.each["density"][model], group.each["epsilon"][model]
     if not (epsilon >= 0 and density - epsilon > 0 and density + epsilon < 1):
         raise ValueError(
@@ -293,15 +296,21 @@ def _by_rank(group: _Group, model: int) -> tuple[Tensor, float]:
     draw = group.draw(model)
     mask = torch.zeros(group.tensors[model].numel(), dtype=torch.bool)
     shape = group.shape if len(group.shape) > 1 else torch.Size([1, len(mask)])
-    before = after = 0.0
     for part, rows in group.differences(model, unit=math.prod(shape[1:])):
         sizes = rows[0].abs().cpu().reshape(-1, *shape[1:])
         ranks = sizes.argsort(dim=1, stable=True).argsort(dim=1) / max(1, shape[1] - 1) if shape[1] > 1 else 0.5
         chances = density - epsilon + 2 * epsilon * ranks
-        kept = torch.rand(sizes.shape, generator=draw) < chances
-        mask[part] = kept.reshape(-1)
-        before, after = before + float(sizes.sum()), after + float(sizes[kept].sum())
-    return mask, before / after if after else 1.0
+        mask[part] = (torch.rand(sizes.shape, generator=draw) < chances).reshape(-1)
+    return mask, _restoring(group, model, mask)
+
+
+def _restoring(group: _Group, model: int, mask: Tensor) -> float:
+    """Return the factor that restores the sum of magnitudes; 1 without `rescale`, or if all numbers are dropped."""
+    before = after = 0.0
+    for part, rows in group.differences(model) if group.shared["rescale"] else ():
+        sizes = rows[0].abs()
+        before, after = before + float(sizes.sum()), after + float(sizes[mask[part].to(sizes.device)].sum())
+    return before / after if after else 1.0
 
 
 def _with_task_vectors(method: MergeMethod, group: _Group) -> Tensor:
@@ -321,10 +330,10 @@ def _with_task_vectors(method: MergeMethod, group: _Group) -> Tensor:
         for vector, own in zip(vectors, masks, strict=False):  # task_arithmetic has no masks
             if own is not None:
                 vector *= own[0][part].to(vector) * own[1]
+        vectors *= weights
         if group.tally is not None and gram is not None:
             dropped = [0 if own is None else int((~own[0][part]).sum()) for own in masks]
             group.tally.count(gram, vectors, torch.tensor(dropped or [0] * len(vectors)))
-        vectors *= weights
         if method.elect:
             agree = vectors.sign() == torch.where(vectors.sum(0) >= 0, 1.0, -1.0)
             vectors *= agree
@@ -353,8 +362,11 @@ def _task(
     *,
     elect: bool = False,
     normalize: bool = False,
+    rescale: bool = False,
 ) -> MergeMethod:
     settings, shared = _own("weight", *more), {"lambda": 1.0, "normalize": normalize}
+    if sparsify is not None:
+        shared["rescale"] = rescale
     return MergeMethod(
         name, summary, source, "needed", per_model=settings, shared=shared, sparsify=sparsify, elect=elect
     )
@@ -418,8 +430,8 @@ _TABLE = (
         elect=True,
         normalize=True,
     ),
-    _task("dare_linear", "random numbers of task vectors, rescaled", "2311.03099", *_DARE),
-    _task("dare_ties", "as dare_linear, where the elected sign agrees", "2311.03099", *_DARE, elect=True),
+    _task("dare_linear", "random numbers of task vectors, rescaled", "2311.03099", *_DARE, rescale=True),
+    _task("dare_ties", "as dare_linear, where the elected sign agrees", "2311.03099", *_DARE, elect=True, rescale=True),
     _task("breadcrumbs", "task vectors without the largest and the smallest numbers", "2312.06795", *_CRUMBS),
     _task("breadcrumbs_ties", "as breadcrumbs, where the elected sign agrees", "2312.06795", *_CRUMBS, elect=True),
     _task(
@@ -429,8 +441,15 @@ _TABLE = (
         *_DELLA,
         elect=True,
         normalize=True,
+        rescale=True,
     ),
-    _task("della_linear", "random numbers of task vectors, large ones with higher probability", "2406.11617", *_DELLA),
+    _task(
+        "della_linear",
+        "random numbers of task vectors, large ones with higher probability",
+        "2406.11617",
+        *_DELLA,
+        rescale=True,
+    ),
     MergeMethod(
         "model_stock",
         "base plus a share of the mean task vector, from the cosines of task vectors",
@@ -482,6 +501,7 @@ def merge_tensors(
     density: float | Sequence[float] = 1.0,
     lambda_: float = 1.0,
     normalize: bool | None = None,
+    rescale: bool | None = None,
     t: float | None = None,
     gamma: float | Sequence[float] = 0.01,
     epsilon: float | Sequence[float] = 0.15,
@@ -504,6 +524,8 @@ def merge_tensors(
         density: Share of a task vector's numbers that stay, in (0, 1].
         lambda_: Factor of the sum of task vectors.
         normalize: Whether the sum is divided by the sum of the weights; None: as usual for the method.
+        rescale: Whether kept numbers are scaled up to make up for dropped ones: in ``dare`` by 1 / density, else to the
+            same sum of magnitudes; None: as usual for the method.
         t: Place on the arc of ``slerp``: 0 is the first tensor, 1 the second; None: 0.5.
         gamma: Share of the largest numbers that ``breadcrumbs`` drops, in [0, 1). Without effect at density 1.
         epsilon: Half the range of the probabilities of ``della``; density - epsilon and density + epsilon must be
@@ -524,7 +546,9 @@ def merge_tensors(
     models = list(tensors)
     _check_counts(chosen, len(models), base is not None)
     each = {"weight": weight, "density": density, "gamma": gamma, "epsilon": epsilon, "scale": scale}
-    settings = _settings(chosen, len(models), each, {"lambda": lambda_, "normalize": normalize, "t": t})
+    settings = _settings(
+        chosen, len(models), each, {"lambda": lambda_, "normalize": normalize, "rescale": rescale, "t": t}
+    )
     first = models[0] if base is None else base
     if isinstance(first, Tensor):
         return _merged(chosen, models, base, *settings, seed, name, tally)
@@ -602,7 +626,7 @@ def _settings(
     for key in unused.keys() - method.per_model.keys() - method.shared.keys():
         raise ValueError(f"{method.name} has no {key}, got {unused[key]!r}; leave it out.")
     merge = {key: default if shared[key] is None else shared[key] for key, default in method.shared.items()}
-    check_numbers(_FINITE, **{key: value for key, value in merge.items() if key != "normalize"})
+    check_numbers(_FINITE, **{key: value for key, value in merge.items() if key not in FLAGS})
     return {key: found[key] for key in method.per_model}, merge
 
 

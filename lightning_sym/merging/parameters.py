@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import nearest
-from lightning_sym.merging.methods import MergeMethod, Tally, merge_method, merge_tensors
+from lightning_sym.merging.methods import FLAGS, MergeMethod, Tally, merge_method, merge_tensors
 
 _NUMBERED = re.compile(r"(.*_)?\d+")
 _RANGES = {"density": "in (0, 1]", "gamma": "in [0, 1)", "epsilon": "in [0, 0.5)"}
@@ -232,7 +232,7 @@ class MergeSettings:
             check_setting(chosen, name)
         _check_models(chosen, models, has_base)
         shared = {
-            name: _complete(name, Setting.of(given.get(name, default), name, flag=name == "normalize"), default)
+            name: _complete(name, Setting.of(given.get(name, default), name, flag=name in FLAGS), default)
             for name, default in chosen.shared.items()
             if name in given or default is not None
         }
@@ -244,6 +244,16 @@ class MergeSettings:
         if all(setting.constant is not None for setting in own._settings()):
             own._values(lambda setting: setting.constant or 0.0, "")
         return own
+
+    def constants(self) -> dict[str, Any]:
+        """Return the keyword arguments of :func:`lightning_sym.merging.methods.merge_tensors`, but for the seed.
+
+        Raises:
+            ValueError: If a setting depends on the tensor.
+        """
+        if varying := next((setting for setting in self._settings() if setting.constant is None), None):
+            raise ValueError(f"{varying.where} depends on the tensor; expected one number for all.")
+        return self._values(lambda setting: setting.constant or 0.0, "")
 
     def check(self, layers: Layers) -> tuple[str, ...]:
         """Evaluate the settings at every tensor.
@@ -300,8 +310,7 @@ class MergeSettings:
         """Return the keyword arguments of ``merge_tensors`` for a number of each setting, and check them together."""
         own = {one: [number(model[one]) for model in self.per_model] for one in self.method.per_model}
         shared: dict[str, Any] = {one: number(setting) for one, setting in self.shared.items()}
-        if "normalize" in shared:
-            shared["normalize"] = bool(shared["normalize"])
+        shared |= {one: bool(shared[one]) for one in FLAGS if one in shared}
         weights = own.get("weight")
         if weights and shared.get("normalize", True) and not self.method.elect:
             _check_sum(weights, where)

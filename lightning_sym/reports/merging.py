@@ -12,13 +12,14 @@ UNITS = {
     "accuracy": "fraction of inputs, 0 to 1",
     "loss_barrier": "largest loss on the line from the reference above the straight line between its ends",
     "accuracy_barrier": "the same of the accuracy, positive where the line is worse",
+    "alignment": "unmatched and aligned; unchanged if both are the same network",
     "distance": "Euclidean distance of the parameters to those of the reference",
     "equal": "whether outputs and all slices of tensors are those of the reference, to rounding; if aligned: "
     "up to symmetry",
     "t": "place on the line, 0 (reference) to 1 (the other one)",
     "dropped": "fraction of the numbers of its difference from the base that are dropped, 0 to 1",
     "cosine": "of its difference from the base and that of the network after it",
-    "conflicts": "fraction of the numbers at which kept differences have both signs, 0 to 1",
+    "conflicts": "fraction of the numbers at which kept differences, times their weights, have both signs, 0 to 1",
 }
 
 
@@ -60,14 +61,24 @@ def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str |
 
 
 def _lines(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
+    """Yield two rows for each network but the reference; one if both are the same, as it did not move."""
     for number, other in enumerate(found.names[1:]):
-        for place, name in enumerate(("unmatched", "aligned")):
-            distance, equal = found.distances[number][place], found.equal[number][place].answer == "equal"
-            row: dict[str, Any] = {"to": other, "alignment": name, "distance": distance, "equal": equal}
-            if found.barriers is not None:
-                barrier = found.barriers[name][number]
-                row |= {"loss_barrier": barrier.loss_barrier, "accuracy_barrier": barrier.accuracy_barrier}
-            yield row
+        before, after = (_line(found, number, place, name) for place, name in enumerate(("unmatched", "aligned")))
+        names = {"unchanged": before} if before == after else {"unmatched": before, "aligned": after}
+        for name, row in names.items():
+            yield {"to": other, "alignment": name, **row}
+
+
+def _line(found: MergedCheckpoints, number: int, place: int, name: str) -> dict[str, Any]:
+    """Describe the path from the reference to another network, before (0) or after (1) alignment."""
+    row: dict[str, Any] = {
+        "distance": found.distances[number][place],
+        "equal": found.equal[number][place].answer == "equal",
+    }
+    if found.barriers is not None:
+        barrier = found.barriers[name][number]
+        row |= {"loss_barrier": barrier.loss_barrier, "accuracy_barrier": barrier.accuracy_barrier}
+    return row
 
 
 def _differences(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from lightning_sym.connectivity import average
 from lightning_sym.merging import align, merge
+from lightning_sym.merging.alignment import AlignOptions
 from lightning_sym.merging.equality import equality, rounding_of
 from lightning_sym.merging.sketches import sketched
 from lightning_sym.networks import VisionTransformer
@@ -223,6 +225,12 @@ def test_none_leaves_all_and_nothing_is_read_twice_for_one_network():
     assert not found.moved
     assert found.reasons == ("", "was not aligned")
     assert align(symmetry, [network]).distances == ((0.0, 0.0),)
+
+
+def test_merge_takes_every_option_of_align():
+    takes = inspect.signature(align).parameters
+    options = {name: own.annotation for name, own in takes.items() if own.kind is own.KEYWORD_ONLY and name != "how"}
+    assert options == AlignOptions.__annotations__
 
 
 def test_values_that_are_not_finite_are_named():

@@ -38,8 +38,8 @@ def same(found: Tensor, expected: np.ndarray) -> None:
 # ---- task vectors
 
 
-def trimmed(vector: np.ndarray, density: float, gamma: float | None) -> np.ndarray:
-    """Zero all numbers but those of the kept ranks, found by sorting."""
+def trimmed(vector: np.ndarray, density: float, gamma: float | None, rescale: bool = False) -> np.ndarray:
+    """Zero all numbers but those of the kept ranks, found by sorting; optionally restore the sum of magnitudes."""
     order = sorted(range(len(vector)), key=lambda place: -abs(vector[place]))
     count = int(density * len(vector))
     first = 0 if gamma is None else min(int(gamma * len(vector)), len(vector) - count)
@@ -48,6 +48,8 @@ def trimmed(vector: np.ndarray, density: float, gamma: float | None) -> np.ndarr
     kept = np.zeros_like(vector)
     for place in order[first : first + count]:
         kept[place] = vector[place]
+    if rescale:
+        kept *= abs(vector).sum() / abs(kept).sum()
     return kept if density < 1 else vector
 
 
@@ -67,22 +69,28 @@ def added(base: np.ndarray, vectors: list[np.ndarray], weights: list[float], *, 
 
 @COUNTS
 @NORMALIZE
+@pytest.mark.parametrize("rescale", [None, True])
 @pytest.mark.parametrize(
     ("method", "gamma", "elect"),
     [("ties", None, True), ("breadcrumbs", 0.1, False), ("breadcrumbs_ties", 0.1, True)],
 )
-def test_sparse_task_vectors(method: str, gamma: float | None, elect: bool, count: int, normalize: bool) -> None:
+def test_sparse_task_vectors(
+    method: str, gamma: float | None, elect: bool, count: int, normalize: bool, rescale: bool | None
+) -> None:
     base, models = drawn(count)
     origin, own = base.numpy().ravel(), arrays(models)
-    vectors = [trimmed(one - origin, density, gamma) for one, density in zip(own, DENSITY[count], strict=True)]
+    vectors = [
+        trimmed(one - origin, density, gamma, bool(rescale)) for one, density in zip(own, DENSITY[count], strict=True)
+    ]
     expected = added(origin, vectors, WEIGHTS[count], elect=elect, normalize=normalize, factor=0.7)
     more = {} if gamma is None else {"gamma": gamma}
     settings = {"weight": WEIGHTS[count], "density": DENSITY[count], "normalize": normalize, "lambda_": 0.7, **more}
+    settings["rescale"] = rescale
     tally = Tally()
     same(merge_tensors(method, models, base=base, tally=tally, **settings), expected)
     shares = [float((vector == 0).mean()) for vector in vectors]
     assert tally.masked == pytest.approx(shares, abs=1e-12)
-    signs = np.sign(np.stack(vectors))
+    signs = np.sign([weight * vector for weight, vector in zip(WEIGHTS[count], vectors, strict=True)])
     assert tally.conflicts == pytest.approx(float(((signs > 0).any(0) & (signs < 0).any(0)).mean()))
     raw = np.stack([one - origin for one in own])
     norms = np.linalg.norm(raw, axis=1)
@@ -99,6 +107,15 @@ def test_task_arithmetic(count: int, normalize: bool) -> None:
     expected = base + 0.7 * (step / sum(WEIGHTS[count]) if normalize else step)
     found = merge_tensors("task_arithmetic", models, base=base, weight=WEIGHTS[count], normalize=normalize, lambda_=0.7)
     same(found, expected.numpy())
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "nuslerp", "multislerp"])
+def test_signs_are_in_conflict_after_weights(method: str) -> None:
+    models = [torch.tensor([1.0, 1.0, -2.0, 0.0]), torch.tensor([1.0, -3.0, -1.0, 1.0])]
+    for weight, share in (([0.5, 0.3], 0.25), ([0.5, -0.2], 0.5), ([0.5, 0.0], 0.0)):
+        tally = Tally()
+        merge_tensors(method, models, base=torch.zeros(4), weight=weight, tally=tally)
+        assert tally.conflicts == share
 
 
 def test_equal_numbers_are_trimmed_to_the_density_and_the_first_ones_stay() -> None:
@@ -143,6 +160,19 @@ def test_della_keeps_large_numbers_of_a_row_with_higher_probability(shape: tuple
         stays = found.reshape(rows.shape).abs() > 1e-12
         kept += torch.stack([stays[ranks == rank].float().mean() for rank in range(5)]) / runs
     assert kept.tolist() == pytest.approx([0.2, 0.35, 0.5, 0.65, 0.8], abs=0.08 if len(shape) == 1 else 0.01)
+
+
+@pytest.mark.parametrize(("method", "epsilon"), [("dare_linear", None), ("della_linear", 0.2)])
+def test_random_masks_without_a_factor(method: str, epsilon: float | None) -> None:
+    base, (model,) = drawn(1, (40, 50))
+    more = {} if epsilon is None else {"epsilon": epsilon}
+    settings = {"base": base, "density": 0.3, **more}
+    found = merge_tensors(method, [model], rescale=False, **settings) - base
+    factor = (merge_tensors(method, [model], **settings) - base) / (model - base)
+    kept = found != 0
+    torch.testing.assert_close(found, torch.where(kept, model - base, 0.0), **EXACT)
+    expected = 1 / 0.3 if epsilon is None else float((model - base).abs().sum() / (model - base)[kept].abs().sum())
+    torch.testing.assert_close(factor, kept.double() * expected, rtol=0, atol=1e-9)
 
 
 def test_masks_depend_on_seed_model_and_name_only() -> None:
@@ -326,6 +356,7 @@ def test_what_is_refused() -> None:
     assert_refused(merge_tensors, "slerp", models[:1], says="slerp merges 2 models besides a base, got 1")
     assert_refused(merge_tensors, "model_stock", models[:1], base=base, says="at least 2 models")
     assert_refused(merge_tensors, "linear", models, density=0.5, says="linear has no density")
+    assert_refused(merge_tensors, "linear", models, rescale=False, says="linear has no rescale")
     assert_refused(merge_tensors, "linear", models, lambda_=0.5, says="linear has no lambda")
     assert_refused(merge_tensors, "linear", models, weight=[1, -1], name="a", says="got [1.0, -1.0] at a")
     assert_refused(merge_tensors, "linear", models + models[:1], weight=[0.1, 0.2, -0.3], says="other than 0")

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_sym.connectivity import average
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.datamodules import DigitsDataModule
-from lightning_sym.merging import METHODS, MergedCheckpoints, merge_checkpoints
+from lightning_sym.merging import METHODS, MergeConfig, MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
@@ -668,6 +668,23 @@ def test_a_folder_that_is_no_zoo_is_named() -> None:
             Path("some", name).unlink()
 
 
+def test_a_network_that_no_option_names_is_that_of_the_files_folder() -> None:
+    gpt2_folders("a", "b")
+    state = load_file("b/model.safetensors")
+    save_file({name: own for name, own in state.items() if "ln_f" not in name}, "b/model.safetensors", {"format": "pt"})
+    for options in (("a", "b"), ("a", "b", "--tokens=14"), ("a/model.safetensors", "b/model.safetensors")):
+        error = call("merge", *options, "--out=m").error
+        assert "check that all its shards are there, and that b/config.json describes the network" in error
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=1, num_labels=3)
+    for name in ("c", "d"):
+        transformers.ViTForImageClassification(config).save_pretrained(name)
+    error = call("merge", "c", "d", "--out=m", "--data=DigitsDataModule").error
+    assert "c cannot be run on DigitsDataModule (" in error
+    assert "give the data that it was trained on, and check its configuration." in error
+
+
 def gpt2_folders(*names: str) -> dict[str, nn.Module]:
     """Write a parent of GPT-2's architecture and fine-tunes of it as folders."""
     transformers = pytest.importorskip("transformers")
@@ -687,7 +704,7 @@ def gpt2_folders(*names: str) -> dict[str, nn.Module]:
 
 def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> None:
     networks = gpt2_folders("parent", "code", "maths")
-    options = "--base=parent --method=dare_ties --weight=0.5,0.3 --density=0.5 --lambda=0.9 --seed=4"
+    options = "--base=parent --method=dare_ties --weight=0.5,0.3 --density=0.5 --lambda=0.9 --seed=4 --rescale=false"
     succeed("merge", "code", "maths", *options.split(), "--out=merged")
     card = Path("merged/README.md").read_text()
     assert "`dare_ties` (arXiv:2311.03099)" in card
@@ -696,7 +713,7 @@ def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> N
     Path("own.yml").write_text(
         "merge_method: dare_ties\nbase_model: ./parent\nmodels:\n"
         "  - {model: ./code, parameters: {weight: 0.5}}\n  - {model: ./maths, parameters: {weight: [0.3, 0.3]}}\n"
-        "parameters: {density: 0.5, lambda: 0.9}\nseed: 4\nout_dtype: bfloat16\n"
+        "parameters: {density: 0.5, lambda: 0.9, rescale: false}\nseed: 4\nout_dtype: bfloat16\n"
     )
     succeed("merge", "own.yml", "--out=own")
     assert "out_dtype: bfloat16" in Path("own/README.md").read_text()
@@ -709,15 +726,17 @@ def test_a_configuration_does_what_the_options_do_and_the_result_holds_it() -> N
     assert not torch.equal(
         found["transformer.wte.weight"], dict(networks["parent"].named_parameters())["transformer.wte.weight"]
     )
+    lines = json.loads(Path("merged-report/lines.json").read_text())["rows"]
+    assert [(row["to"], row["alignment"]) for row in lines] == [("code", "unchanged"), ("maths", "unchanged")]
     rows = json.loads(Path("merged-report/differences.json").read_text())["rows"]
     assert [row["network"] for row in rows] == ["code", "maths"]
     assert all(abs(row["dropped"] - 0.5) < 0.1 for row in rows)
 
 
-def test_adapters_are_merged_on_their_model_and_alone() -> None:
-    parent = gpt2_folders("parent")["parent"]
+def lora_folders(*names: str) -> dict[str, dict[str, Tensor]]:
+    """Write adapters of rank 2 of a layer of GPT-2; return their factors."""
     factors = {}
-    for number, name in enumerate(("one", "two")):
+    for number, name in enumerate(names):
         Path(name).mkdir()
         draw = torch.Generator().manual_seed(number)
         module = "base_model.model.transformer.h.1.attn.c_attn"
@@ -728,6 +747,12 @@ def test_adapters_are_merged_on_their_model_and_alone() -> None:
         content = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
         Path(name, "adapter_config.json").write_text(json.dumps(content))
         factors[name] = own
+    return factors
+
+
+def test_adapters_are_merged_on_their_model_and_alone() -> None:
+    parent = gpt2_folders("parent")["parent"]
+    factors = lora_folders("one", "two")
     succeed("merge", "parent+one", "parent+two", "--weight=0.25,0.75", "--out=merged")
     found = load_file("merged/model.safetensors")
     product = sum(w * 2 * own["B"] @ own["A"] for w, own in zip((0.25, 0.75), factors.values(), strict=True))
@@ -740,6 +765,48 @@ def test_adapters_are_merged_on_their_model_and_alone() -> None:
     b, a = (alone[f"base_model.model.transformer.h.1.attn.c_attn.lora_{key}.weight"] for key in "BA")
     torch.testing.assert_close(scale * b @ a, product, rtol=0, atol=1e-4)
     assert "--base does not apply to adapters alone" in call("merge", "one", "two", "--base=parent", "--out=x").error
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--weight=0.25,0.75", "`linear` (arXiv:2203.05482)"),
+        ("--weight=0.25,0.75 --rank=3", "Its rank is 3; truncation changes products by at most 0."),
+        ("--method=dare_ties --density=0.6,0.8 --seed=5 --rescale=false --rank=4", "`dare_ties` (arXiv:2311.03099)"),
+        ("--method=slerp --t=0.3", "`slerp`"),
+        ("--method=linear --normalize=false --weight=0.5,-0.2", "| one | 2 |\n| two | 2 |"),
+    ],
+)
+def test_merged_adapters_hold_how_to_make_them_again(options: str, says: str) -> None:
+    lora_folders("one", "two")
+    succeed("merge", "one", "two", *options.split(), "--out=merged")
+    card = Path("merged/README.md").read_text()
+    assert says in card
+    Path("again.yml").write_text(card.partition("```yaml\n")[2].partition("```")[0])
+    succeed("merge", "again.yml", "--out=again")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert Path("merged", name).read_bytes() == Path("again", name).read_bytes()
+    assert Path("again.yml").read_text() in Path("again/README.md").read_text()
+
+
+def test_configurations_of_adapters_have_no_options_of_networks() -> None:
+    lora_folders("one", "two")
+    models = "models: [{model: one}, {model: two, parameters: {weight: [1, 2]}}]"
+    for more, options, says in (
+        ("merge_method: linear, align: weights", (), "align does not apply to adapters alone; expected MODEL+ADAPTER"),
+        ("merge_method: ties, base_model: one", (), "base_model does not apply to adapters alone"),
+        ("merge_method: linear, rank: 0", (), "rank must be an integer >= 1, for models that are adapters alone"),
+        ("merge_method: ties, parameters: {weight: 1}", ("--seed=3",), "--seed of adapters is set by own.yml"),
+        (
+            "merge_method: ties, parameters: {weight: 1}",
+            (),
+            "models[1].parameters.weight depends on the tensor; expected one",
+        ),
+    ):
+        Path("own.yml").write_text(f"{{{more}, {models}}}")
+        assert says in call("merge", "own.yml", "--out=x", *options).error, more
+    assert not Path("x").exists()
+    assert_refused(MergeConfig.read("own.yml").run, "x", says="own.yml names adapters alone; expected MODEL+ADAPTER")
 
 
 def test_help_names_all_methods() -> None:

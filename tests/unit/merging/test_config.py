@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers import assert_refused
 
 from lightning_sym.merging.config import MergeConfig
-from lightning_sym.merging.methods import METHODS
+from lightning_sym.merging.methods import FLAGS, METHODS
 from lightning_sym.merging.parameters import Layers
 
 DEPTH = 5
@@ -355,7 +356,7 @@ PUBLISHED = {
         "config.yml: tokenizer_source is union, but merging vocabularies needs mergekit; expected base.",
     ),
     "section of the tokenizer": (
-        "{merge_method: linear, models: [{model: code}], tokenizer: {source: union}}",
+        "{merge_method: linear, models: [{model: code}], tokenizer: {source: base, tokens: {a: {force: true}}}}",
         None,
         None,
         None,
@@ -627,12 +628,24 @@ def free_of(path, free):
             "models[1] has no weight, but other models have",
         ),
         (
-            "{merge_method: dare_ties, base_model: parent, models: [{model: code}], parameters: {rescale: false}}",
-            "parameters.rescale is False, but dare_ties is implemented only with rescale: true; leave it out.",
+            "{merge_method: model_stock, base_model: parent, models: [{model: code}], parameters: {filter_wise: true}}",
+            "parameters.filter_wise is True, but model_stock is implemented only with filter_wise: false; leave it out",
         ),
         (
-            "{merge_method: linear, models: [{model: code}], parameters: {max_iter: 3}}",
-            "parameters.max_iter: linear has no setting 'max_iter'",
+            "{merge_method: nuslerp, models: [{model: code}], parameters: {nuslerp_flatten: false}}",
+            "parameters.nuslerp_flatten is False, but nuslerp is implemented only with nuslerp_flatten: true",
+        ),
+        (
+            "{merge_method: ties, base_model: parent, models: [{model: code}], parameters: {rescale: 2}}",
+            "parameters.rescale must be true or false, got 2",
+        ),
+        (
+            "{merge_method: linear, models: [{model: code}], parameters: {dtype: bfloat16}}",
+            "parameters.dtype: linear has no setting 'dtype'",
+        ),
+        (
+            "{merge_method: ties, base_model: parent, models: [{model: code}], tokenizer: {source: union}}",
+            "tokenizer_source is union, but merging vocabularies needs mergekit; expected base.",
         ),
         ("{merge_method: linear, models: [{model: code@main}]}", "there is no 'code@main'"),
         ("{merge_method: linear, models: [{model: code+adaptr}]}", "there is no 'adaptr' in the folder of this file"),
@@ -721,6 +734,35 @@ def test_the_tokenizer_of_the_base_and_settings_of_other_methods_are_accepted(fo
     config = read(folder, text)
     assert config.notes == ("models[0].parameters.density changes nothing, as task_arithmetic has no density",)
     assert config.base.endswith("parent")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "notes"),
+    [
+        ("ties", "{normalize: false, int8_mask: true}", 0),
+        ("ties", "{normalize: true, rescale: true}", 0),
+        ("dare_ties", "{lambda: 1.0, rescale: false}", 0),
+        ("task_arithmetic", "{normalize: false, rescale: false, int8_mask: false}", 1),  # a density
+        ("model_stock", "{normalize: false, int8_mask: true, filter_wise: false}", 3),  # a weight and a density
+        ("multislerp", "{eps: 1e-8, normalize_weights: true}", 1),
+        ("linear", "{rescale: true, int8_mask: true, tol: 1e-5}", 3),
+    ],
+)
+def test_parameters_of_published_files_are_accepted_with_one_note_for_each_without_effect(
+    folder, method, parameters, notes
+):
+    base = "parent" if METHODS[method].base != "unused" else "code"
+    models = ", ".join(f"{{model: {one}, parameters: {{weight: 0.4, density: 0.5}}}}" for one in ("code", "maths"))
+    text = (
+        f"{{merge_method: {method}, base_model: {base}, models: [{models}], parameters: {parameters}, "
+        "tokenizer: {source: base}, chat_template: auto, dtype: float16}"
+    )
+    config = read(folder, text)
+    assert len(config.notes) == notes
+    assert all("changes nothing, as" in note for note in config.notes)
+    given = yaml.safe_load(parameters)
+    for name in {*FLAGS} & given.keys() & config.settings.shared.keys():
+        assert config.settings.shared[name].constant == given[name]
 
 
 def test_a_line_of_broken_yaml_is_named(folder):

@@ -3,11 +3,12 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.merging.folders import check_configurations
+from lightning_sym.models import example_of
 from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import ModelZoo
 
@@ -154,7 +158,35 @@ def test_written_folders_are_loaded_and_compute_the_same(kind: str, form: str) -
         assert "lm_head.weight" not in held
 
 
-def test_all_files_but_other_weights_and_training_states_are_copied() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "grouped llama", "tied qwen"])
+@pytest.mark.parametrize("settings", [{}, {"base": "image-0", "method": "ties", "density": 0.5}])
+def test_merged_images_of_a_parent_generate_its_tokens(kind: str, settings: dict[str, Any]) -> None:
+    parent = made(kind)
+    (found,) = find_checkpoints(saved(parent, "parent"))
+    example = example_of(model_of(found))
+    symmetry = trace_symmetry(parent, *example.positional, output=example.output, **example.keywords)
+    images = [
+        saved(symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), parent), f"image-{seed}")
+        for seed in range(3)
+    ]
+    plain = merge_checkpoints(images, "plain", align="none")
+    assert min(after for _, after in plain.distances) > 1
+    merged = merge_checkpoints(images, "merged", **settings)
+    assert max(after for _, after in merged.distances) < 1e-3
+    ids = torch.arange(12).view(2, 6)
+
+    def tokens(network: Any) -> Tensor:
+        found: Tensor = network.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None)
+        return found
+
+    expected = tokens(parent)
+    assert len(set(expected[:, 6:].flatten().tolist())) > 2
+    assert torch.equal(tokens(loaded(kind, "merged")), expected)
+    assert not torch.equal(tokens(loaded(kind, "plain")), expected)
+
+
+def test_all_files_but_other_weights_and_training_states_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     saved(made("gpt2"), "reference")
     copied = {
         "generation_config.json": "{}",
@@ -166,21 +198,37 @@ def test_all_files_but_other_weights_and_training_states_are_copied() -> None:
         "additional_chat_templates/tools.jinja": "{{ y }}",
         "vocab.txt": "a",
         "tokenizer.model": "b",
+        "1_Pooling/config.json": "{}",
+        "2_Dense/config.json": "{}",
+        "2_Dense/model.safetensors": "c",
+        "modules.json": json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]),
+        "original/params.json": "{}",
+        "onnx/config.json": "{}",
     }
     left_out = (
         *("README.md", ".gitattributes", "tf_model.h5", "flax_model.msgpack", "pytorch_model.bin", "optimizer.pt"),
         *("model.onnx", "model.gguf", "trainer_state.json", "training_args.bin", "rng_state.pth", "scheduler.pt"),
         *("checkpoint-5/config.json", "onnx/model.onnx", ".git/HEAD", "adapter_config.json", "model.fp16.safetensors"),
+        *("original/consolidated.00.pth", "speech/adapter_model.safetensors", "coreml/large"),
     )
     for name, text in {**copied, **dict.fromkeys(left_out, "no part of the result")}.items():
         path = Path("reference", name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    monkeypatch.setattr("lightning_sym.merging.folders._SMALL", 30)
+    Path("reference/coreml/large").write_text("x" * 31)
     configuration = json.loads(Path("reference/config.json").read_text())
     configuration["auto_map"] = {"AutoModelForCausalLM": "modeling_own.Own"}
     Path("reference/config.json").write_text(json.dumps(configuration))
     reference = read("reference")
     reference.write(floating(reference.network), "out")
+    assert reference.left_behind("out.safetensors") == ()
+    left, modules = reference.left_behind("out")
+    assert left == (
+        "not copied from reference, as weights of another format or part are not merged: coreml/large, "
+        "flax_model.msgpack, model.fp16.safetensors, model.gguf, model.onnx and 5 more"
+    )
+    assert modules == "copied from reference unchanged, as further modules are not merged: 2_Dense/model.safetensors"
     there = {str(path.relative_to("out")) for path in Path("out").rglob("*") if path.is_file()}
     assert there == {*copied, "config.json", "model.safetensors"}
     for name, text in copied.items():
@@ -359,8 +407,39 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
         ("with", "It holds checkpoint-5: give one of them."),
     ):
         assert_refused(find_checkpoints, path, says=says)
-    assert_refused(model_of, file, says="x.pt does not say its network; expected that, or --network.")
-    assert_refused(model_of, alone, says="adapter is an adapter without its model: give MODEL+ADAPTER; expected that")
+    assert_refused(model_of, file, says="x.pt does not say its network; give the folder with its config.json, or")
+    assert_refused(model_of, alone, says="adapter is an adapter without its model; give MODEL+ADAPTER.")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.popitem(), "; check that all its shards are there, and that b/config.json describes the"),
+        (
+            lambda state: state.update(more=torch.ones(2)),
+            "GPT2LMHeadModel has not; leave them out with --ignore 'more'",
+        ),
+        (
+            lambda state: state.update({"transformer.ln_f.bias": torch.ones(9)}),
+            "but GPT2LMHeadModel has it of shape [8]",
+        ),
+        (lambda state: state.update({"lm_head.weight": torch.ones(14, 8)}), "which are tied in GPT2LMHeadModel"),
+    ],
+)
+def test_advice_on_a_folder_is_about_its_files(change: Callable[[dict[str, Tensor]], object], says: str) -> None:
+    saved(made("gpt2"), "a")
+    saved(made("gpt2", 1), "b")
+    state = load_file("b/model.safetensors")
+    change(state)
+    save_file(state, "b/model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        merge_checkpoints(["a", "b"], "out")
+    assert "b/config.json describes" in str(caught.value)
+    assert "arguments" not in str(caught.value)
+    # A network that the caller has chosen has a class and arguments.
+    says = "pass the (class and the )?arguments that the network was built with"
+    with pytest.raises(ValueError, match=says):
+        merge_checkpoints(["a", "b"], "out", network=made("gpt2"), inputs=torch.ones(1, 3, dtype=torch.long))
 
 
 def test_quantized_models_are_refused() -> None:
@@ -490,6 +569,7 @@ def test_folders_that_cannot_be_replaced_receive_the_configuration_last(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.symmetry import files
 from lightning_sym.symmetry.tracing.capture import state_tensors

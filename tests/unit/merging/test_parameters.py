@@ -10,7 +10,7 @@ from helpers import assert_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sym.merging.methods import METHODS, merge_tensors
+from lightning_sym.merging.methods import FLAGS, METHODS, merge_tensors
 from lightning_sym.merging.parameters import Layers, MergeSettings, Setting
 
 LLAMA = Layers(
@@ -241,7 +241,7 @@ def test_merged_is_the_method_at_the_values_of_the_tensor(method):
     ends = {"weight": (0.25, 1), "density": (0.5, 0.75), "gamma": (0, 0.25), "epsilon": (0, 0.125), "scale": (2, 4)}
     ramps = {name: [[ends[name][0], ends[name][1] / (n + 1)] for n in range(count)] for name in own.per_model}
     names = {"lambda": "lambda_"}  # a word of Python
-    shared = {names.get(name, name): [0.25, 0.75] for name in own.shared if name != "normalize"}
+    shared = {names.get(name, name): [0.25, 0.75] for name in own.shared if name not in FLAGS}
     origin = base if own.base == "needed" else None
     made = MergeSettings.of(method, count, has_base=origin is not None, seed=3, **ramps, **shared)
     name = "model.layers.2.self_attn.q_proj.weight"  # in the middle
