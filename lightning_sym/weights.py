@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def match_weights(
     places = {name: place for place, name in _without_wrappers(wanted).items()}
     patterns = tuple(ignore or ())
     found = [_Names(start, lead, keys, places, tied, patterns) for start, lead in _starts(keys, places, tied, prefix)]
-    fitting = [one for one in found if not one.missing]
+    fitting = [one for one in found if one.fits]
     fitting = [one for one in fitting if not one.lead] or fitting
     notes: tuple[str, ...] = ()
     if not fitting:
@@ -319,9 +320,6 @@ class _Names:
         places: Names without wrappers, by the network's names.
         tied: The network's names of each tensor that is needed.
         patterns: Patterns of ignored names.
-
-    Attributes:
-        missing: Names in the file of needed tensors that it lacks.
     """
 
     def __init__(
@@ -334,11 +332,22 @@ class _Names:
         patterns: Sequence[str],
     ) -> None:
         self.start, self.lead, self.keys, self.places, self.patterns = start, lead, keys, places, patterns
-        self.missing = [
-            self.expected(name)
-            for name, names in tied.items()
-            if not any(self.key(one) is not None for one in names) and not self.leaves_out(name)
-        ]
+        self._tied = tied
+
+    @property
+    def fits(self) -> bool:
+        """Whether the file holds all needed tensors."""
+        return next(self._missing(), None) is None
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """The names in the file of needed tensors that it lacks."""
+        return list(self._missing())
+
+    def _missing(self) -> Iterator[str]:
+        for name, names in self._tied.items():
+            if not any(self.key(one) is not None for one in names) and not self.leaves_out(name):
+                yield self.expected(name)
 
     def expected(self, name: str) -> str:
         """Return the name in the file of one of the network's tensors."""

@@ -123,15 +123,45 @@ def _clear_difference(symmetry: Symmetry, a: nn.Module, b: nn.Module, rounding: 
     example = pytree.tree_map_only(
         Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, cropped(tuple(symmetry.examples[0]))
     )
-    calls = [_drawn(example, generator) for _ in range(_FEW)]
     try:
         with evaluating(a), evaluating(b), containers_kept(a), containers_kept(b):
-            found = [change(outputs_of(a, call), outputs_of(b, call)) for call in calls]
+            found = _changes_together(a, b, example, generator) or [
+                change(outputs_of(a, call), outputs_of(b, call))
+                for call in (_drawn(example, generator) for _ in range(_FEW))
+            ]
     except Exception:  # copies in double precision may run
         return None
     limit = max(_CLEAR, _TIMES_ROUNDING * rounding)
     times = min(found) / limit  # one input may be a special point
     return Equality("not found", times, "an output", _FEW) if math.inf > min(found) > limit else None
+
+
+def _changes_together(a: nn.Module, b: nn.Module, example: Any, generator: torch.Generator) -> list[float]:
+    """Return the changes of the outputs on a few random samples, in one run as weights take most of the time.
+
+    Args:
+        a: The reference.
+        b: The other network.
+        example: Arguments.
+        generator: Generator for the samples.
+
+    Returns:
+        One number for each sample; empty if samples of arguments or outputs cannot be told apart.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    if not all(own.ndim for own in tensors) or len({len(own) for own in tensors}) != 1:
+        return []
+    several = pytree.tree_map_only(Tensor, lambda t: t[:1].repeat(_FEW, *[1] * (t.ndim - 1)), example)
+    call = _drawn(several, generator)
+    try:
+        ours, theirs = outputs_of(a, call), outputs_of(b, call)
+    except Exception:  # the first axis may not be of samples
+        return []
+    if not all(own.ndim and len(own) == _FEW for own in (*ours, *theirs)):
+        return []
+    return [
+        change(*([own[number : number + 1] for own in outputs] for outputs in (ours, theirs))) for number in range(_FEW)
+    ]
 
 
 def _random_calls(examples: Sequence[Call], network: nn.Module, generator: torch.Generator) -> tuple[list[Call], int]:

@@ -29,11 +29,13 @@ from lightning_sym.symmetry.group.assignment import (
     copied_blocks,
     matched_groups,
 )
+from lightning_sym.symmetry.tracing.structure import Slot
 
 # Without a permutation, scales, matrices and rotations must reduce the squared distance below this fraction. Planted
 # ones reduce it to 0.06 at most; differences from fine-tuning leave 0.43 at least and are not symmetries.
 WORTH = 0.1
 DIRECTIONS = 64  # signed sums per unit
+_FIRST = 16  # of them, which tell most units apart
 # Units with at most so many numbers are compared without sums.
 _EXACT = 128
 # Divides estimated squared distances. A planted exchange needs an estimate eight times too large to pass.
@@ -41,7 +43,7 @@ _CAUTION = 2.0
 _ROUNDING = 1e-5  # of squared distances in single precision, relative to the squared norms
 _AT_ONCE = 2**17  # numbers read at once
 _ROWS = 512  # rows of the table of distances computed at once
-_SAMPLE = 2**18  # numbers of a tensor that represent it where changes by scales and rotations are estimated
+_SAMPLE = 2**16  # numbers of a tensor that represent it where changes by scales and rotations are estimated
 _SAMPLED = 3  # rotated tensors that represent all
 _LINES = 4  # lines of these, in multiples of the size of the rotation
 
@@ -307,10 +309,16 @@ class _GroupSketch:
         cells = [np.arange(len(apart))] if self.crossing else self.group.cells
         return any(self._has_close_pair(torch.from_numpy(cell), apart) for cell in cells if len(cell) > 1)
 
-    def _has_close_pair(self, cell: Tensor, apart: Tensor) -> bool:
-        """Return whether two units of a cell may be nearer to each other than their differences allow."""
+    def _has_close_pair(self, cell: Tensor, apart: Tensor, first: int = _FIRST) -> bool:
+        """Return whether two units of a cell may be nearer to each other than their differences allow.
+
+        Args:
+            cell: The units.
+            apart: Distance of each unit between the networks.
+            first: Number of sums of each unit to compare at first; distances by part of the sums are never larger.
+        """
         caution = 1.0 if self.exact else _CAUTION
-        sums = {pattern: own[cell] for pattern, own in self.sums.items()}
+        sums = {pattern: own[cell, :first] for pattern, own in self.sums.items()}
         kind = next(iter(sums.values())).dtype
         square = sum((own.square().sum(1) for own in sums.values()), torch.zeros(len(cell), dtype=kind))
         e = (apart[cell] * math.sqrt(caution)).to(kind)
@@ -325,7 +333,8 @@ class _GroupSketch:
                 close.add_((own[some] @ own[start:].T).abs_(), alpha=2)
             close.diagonal().fill_(-1.0)
             if float(close.max()) > 0:
-                return True
+                whole = max(own.shape[1] for own in self.sums.values())
+                return first >= whole or self._has_close_pair(cell, apart, whole)
         return False
 
 
@@ -368,7 +377,7 @@ class _Freedom:
         axes = sorted({at[0] for at, own in kinds if "scales" in own})
         fraction = _removed_by_scales(x, y, axes) / size
         if self.shifted:
-            fraction += 2 * _largest_square(x - y, {own.axes[0] for own in slots} or {0}, self.generator) / size
+            fraction += 2 * _largest_square(x - y, _shifted_axes(slots), self.generator) / size
         removed = min(fraction, 1.0) * square
         turned = [at[0] for at, own in kinds if "rotations" in own]
         if turned:
@@ -400,6 +409,15 @@ class _Freedom:
         return min(_removed_by_maps(one, two, axis, self.generator) / size, 1.0) if size else 0.0
 
 
+def _shifted_axes(slots: Sequence[Slot]) -> set[int]:
+    """Return the axes along which translations and rank-one maps may change a tensor by one direction.
+
+    These are axes of units. Axes of kernels are left out, as a matrix with so few rows is always near one of rank two.
+    """
+    axes = {(own.axes[0], own.size) for own in slots if own.axes[0] < 2 or bool((own.unit >= 0).any())}
+    return {axis for axis, size in axes if size > 1} or {0}
+
+
 def _sampled(one: Tensor, two: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return both tensors, or some places of their longest axis if they are large, in double precision."""
     if one.numel() > _SAMPLE:
@@ -416,17 +434,23 @@ def _removed_by_scales(one: Tensor, two: Tensor, axes: Sequence[int]) -> float:
         return 0.0
     others = [axis for axis in range(one.ndim) if axis not in axes]
     products, squares = ((own.sum(others) if others else own).double() for own in (one * two, two * two))
-    letters = "abcdefgh"[: len(axes)]
     factors = [torch.ones(size, dtype=torch.float64) for size in products.shape]
+    gain = torch.zeros((), dtype=torch.float64)
     for _ in range(1 if len(axes) == 1 else 4):
-        for at, letter in enumerate(letters):
-            rest = [own for other, own in enumerate(factors) if other != at]
-            words = ",".join([letters, *(own for own in letters if own != letter)]) + "->" + letter
-            upper, lower = torch.einsum(words, products, *rest), torch.einsum(words, squares, *(own**2 for own in rest))
+        for at in range(len(axes)):
+            upper = _summed(products, factors, at)
+            lower = _summed(squares, [own.square() for own in factors], at)
+            gain = torch.where(lower > 0, upper.square() / lower.clamp_min(1e-300), 0.0).sum()
             factors[at] = torch.where(lower > 0, upper / lower.clamp_min(1e-300), 1.0)
-    words = ",".join([letters, *letters]) + "->"
-    moved = torch.einsum(words, squares, *(own**2 for own in factors)) - 2 * torch.einsum(words, products, *factors)
-    return max(float((squares.sum() - 2 * products.sum()) - moved), 0.0)
+    return max(float(squares.sum() - 2 * products.sum() + gain), 0.0)
+
+
+def _summed(table: Tensor, factors: Sequence[Tensor], at: int) -> Tensor:
+    """Return the sums of a table times factors over all axes but one. Shape (size of the axis,)."""
+    table = table.movedim(at, 0)
+    for factor in reversed([*factors[:at], *factors[at + 1 :]]):
+        table = table @ factor
+    return table
 
 
 def _largest_square(change: Tensor, axes: Iterable[int], generator: torch.Generator) -> float:

@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_sym.connectivity import average
 from lightning_sym.merging import align, merge
-from lightning_sym.merging.alignment import AlignOptions
+from lightning_sym.merging.alignment import AlignOptions, in_one_order
 from lightning_sym.merging.equality import equality, rounding_of
 from lightning_sym.merging.sketches import sketched
 from lightning_sym.networks import VisionTransformer
@@ -140,6 +140,28 @@ def test_noise_on_a_wide_network_is_not_explained_by_matrices_and_rotations():
     assert found.explained > 0.9
 
 
+@pytest.mark.parametrize("name", ["tv_resnet18", "lenet_28"])
+def test_noise_on_every_tensor_of_a_convolutional_network_needs_no_search(name):
+    """Kernels of 1 x 1 or 3 x 3 pixels are near matrices of rank two, which no translation explains."""
+    network, symmetry = network_of(name, shifts=False)
+    other = near(network, 0.02)
+    found = in_one_order(symmetry, [network, other])
+    assert found is not None
+    assert found.networks[1] is other
+    assert "in the order of the reference" in found.reasons[1]
+    assert align(symmetry, [network, other]).spreads == ()  # nothing was searched
+
+
+@pytest.mark.parametrize("name", ["tv_resnet18", "resnet20_b"])
+def test_scales_alone_are_found_in_a_convolutional_network(name):
+    network, symmetry = network_of(name)
+    scaled = symmetry.act(only(symmetry, "log_scale", 0), near(network, 1e-4))
+    assert in_one_order(network_of(name, shifts=False)[1], [network, scaled]) is None
+    found = align(symmetry, [network, scaled])
+    assert found.moved
+    assert found.distances[1][1] < 0.01 * found.distances[1][0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("make", MAKERS)
 def test_fine_tunes_of_one_parent_stay_and_the_result_is_the_plain_mean(make):
@@ -198,6 +220,7 @@ def test_only_what_moved_is_aligned_and_scales_alone_are_found():
 @pytest.mark.parametrize("how", ["auto", "weights"])
 def test_the_identity_competes(how, monkeypatch):
     network, symmetry = network_of("perceptron")
+    torch.manual_seed(1)  # the moved network must be farther than the given one
     other = NETWORKS["perceptron"][0]().eval()
     moved = symmetry.sample(torch.Generator().manual_seed(0))
     from lightning_sym.merging import alignment

@@ -300,7 +300,8 @@ class Rewriter:
         args, kwargs = fx.map_arg((args, kwargs), _held)
         with torch.no_grad(), self._mode:
             given, named = pytree.tree_map_only(Tensor, self._without_data, (args, kwargs))
-            return pytree.tree_map_only(Tensor, Tensor.detach, target(*given, **named))
+            # Without gradients only an argument itself can have one; detaching all takes as long as computing them.
+            return pytree.tree_map_only(Tensor, _without_gradient, target(*given, **named))
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
@@ -483,6 +484,10 @@ class NoTensorError(NoSpellingError, KeyError):
 def _kind(node: fx.Node) -> tuple[torch.Size, torch.dtype]:
     tensor = _tensor(node)
     return tensor.shape, tensor.dtype
+
+
+def _without_gradient(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _held(node: fx.Node) -> Any:
