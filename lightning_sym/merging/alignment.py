@@ -12,7 +12,7 @@ from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches, device_of
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import mean_tensors
-from lightning_sym.merging.network_files import NetworkFiles
+from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
 from lightning_sym.merging.sketches import WORTH, sketched
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
@@ -21,8 +21,10 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_architecture, check_networks, comparable
-from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
+from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descent, descend
+from lightning_sym.symmetry.matching.recognition import Recognised, recognised
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
+from lightning_sym.symmetry.moving import MovedTensors
 
 # Continuous changes are searched only if they may remove at least this fraction of the squared distance. Planted ones
 # remove 0.94 or more.
@@ -110,7 +112,10 @@ def align(
     1. If its units, heads and signs are in the order of the reference, and scales, matrices and rotations cannot bring
        the squared distance below a tenth, it stays unchanged. Sketches decide most cases in one reading of the weights
        (:func:`lightning_sym.merging.sketches.sketched`); in doubt, units are matched without scales.
-    2. Otherwise it is matched with the whole group (:func:`weight_matching`). If its units are in order, the match is
+    2. If units seem to have moved only, they are recognised from a few random directions
+       (:func:`lightning_sym.symmetry.matching.recognition.recognised`). This is used without a search if nothing but
+       rounding is left of the distance, or if the moved network passes step 1.
+    3. Otherwise it is matched with the whole group (:func:`weight_matching`). If its units are in order, the match is
        used only if it brings the squared distance below a tenth.
 
     In all cases a network stays unchanged if that is nearer. With "weights" or "auto", more than two networks, of
@@ -170,24 +175,34 @@ def align(
     with torch.no_grad(), unchecked():  # all others are copies
         found = _Search(symmetry, networks, reference, copies)
         if how == "auto":
-            found.leave_in_order(seed, device, scales=scales)
+            found.leave_in_order(seed, device, scales=scales, signs=signs)
         elif how == "none":
             found.leave_all()
+        if unknown := set(found.open) - found.known.keys():
+            check_networks(symmetry, **{f"network {n}": networks[n] for n in {reference, *unknown}})
         if found.open:
-            check_networks(symmetry, **{f"network {n}": networks[n] for n in {reference, *found.open}})
             found.match_all(match, forced=how != "auto")
         if how != "activations" and len(networks) > 2 and max_rounds > 1 and any(found.moved):
             found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
     return found.alignment()
 
 
-def in_one_order(symmetry: Symmetry, networks: Sequence[nn.Module], *, seed: int = 0) -> Alignment | None:
-    """Return the alignment that leaves all networks unchanged, if :func:`align` would do so without a search.
+def aligned_without_search(
+    symmetry: Symmetry,
+    networks: Sequence[nn.Module],
+    *,
+    max_rounds: int = 20,
+    seed: int = 0,
+    copies: NetworkFiles | None = None,
+) -> Alignment | None:
+    """Return the alignment, if :func:`align` finds it without a search.
 
     Args:
         symmetry: The symmetry of the architecture, possibly without its translations (``shifts=False``).
         networks: At least one; the first is the reference. Not changed.
+        max_rounds: As for :func:`align`.
         seed: As for :func:`align`.
+        copies: As for :func:`align`.
 
     Returns:
         The alignment; None if only a search can decide.
@@ -198,9 +213,13 @@ def in_one_order(symmetry: Symmetry, networks: Sequence[nn.Module], *, seed: int
     for number, network in enumerate(networks):
         check_architecture(symmetry, network, f"network {number}")
     with torch.no_grad(), unchecked():
-        found = _Search(symmetry, networks, 0, NetworkFiles())
+        found = _Search(symmetry, networks, 0, copies if copies is not None else NetworkFiles())
         found.leave_in_order(seed, None, scales=True, translated=True)
-    return None if found.open else found.alignment()
+        if found.open and (found.open != list(found.known) or (len(networks) > 2 and max_rounds > 1)):
+            return None
+        if found.open:
+            found.match_all(None, forced=False)
+    return found.alignment()
 
 
 def _check_arguments(networks: Sequence[nn.Module], how: str, batches: Batches | None, reference: int) -> None:
@@ -285,6 +304,7 @@ class _Search:
         spreads: The spread at the beginning and after every round; empty without a search.
         open: Indices of the networks without a decision.
         ordered: Those of them with units in the order of the reference.
+        known: Matches of networks with units that only moved, by index.
     """
 
     def __init__(self, symmetry: Symmetry, networks: Sequence[nn.Module], reference: int, copies: NetworkFiles) -> None:
@@ -296,6 +316,7 @@ class _Search:
         self.spreads: list[float] = []
         self.others = [number for number in range(len(networks)) if number != reference]
         self.open, self.ordered = list(self.others), set[int]()
+        self.known: dict[int, Match] = {}
 
     @property
     def moved(self) -> list[int]:
@@ -319,7 +340,13 @@ class _Search:
             self._leave(number, distance, "was not aligned")
 
     def leave_in_order(
-        self, seed: int, device: torch.device | str | None, *, scales: bool, translated: bool = False
+        self,
+        seed: int,
+        device: torch.device | str | None,
+        *,
+        scales: bool,
+        signs: bool = True,
+        translated: bool = False,
     ) -> None:
         """Leave networks in the order of the reference that scales, matrices and rotations hardly bring nearer.
 
@@ -327,6 +354,7 @@ class _Search:
             seed: Seed of the search, and of sketches.
             device: As for :func:`weight_matching`.
             scales: Whether scales, matrices and rotations may change.
+            signs: Whether signs may change.
             translated: Whether there may be translations that the symmetry does not include.
         """
         symmetry, target = self.symmetry, self.given[self.reference]
@@ -336,11 +364,59 @@ class _Search:
             before = found.distance
             if before == 0:
                 self._leave(number, 0.0, "has the weights of the reference")
+            elif found.doubtful and self._recognise(number, before, seed, device, scales, signs, translated):
+                continue
             elif math.isfinite(before) and (found.in_order or self._is_in_order(number, found.doubtful, seed, device)):
                 self.ordered.add(number)
                 if not scales or found.explained < _EXPLAINED:
                     reason = f"has its units in the order of the reference (distance {before:.4g})"
                     self._leave(number, before, reason)
+
+    def _recognise(
+        self,
+        number: int,
+        before: float,
+        seed: int,
+        device: torch.device | str | None,
+        scales: bool,
+        signs: bool,
+        translated: bool,
+    ) -> bool:
+        """Match a network with units that only moved, if it is one; see :meth:`leave_in_order`.
+
+        Args:
+            number: Index of the network.
+            before: Its distance to the reference.
+            seed: See there.
+            device: See there.
+            scales: See there.
+            signs: See there.
+            translated: See there.
+        """
+        symmetry, target, given = self.symmetry, self.given[self.reference], self.given[number]
+        where = torch.device(device) if device is not None else device_of(target)
+        freedom = FREEDOM if scales else ("permutations", "blocks")
+
+        def suffices(found: Recognised) -> bool:
+            if found.settled or self._keeps_order(found.element):
+                return found.settled
+            moved = MovedTensors(symmetry.factors, found.element, symmetry.tensors(given))
+            left = sketched(symmetry, symmetry.tensors(target), moved, seed=seed, translated=translated)
+            return left.in_order and (not scales or left.explained < _EXPLAINED)
+
+        candidates = recognised(symmetry, target, given, signs=signs, device=where, seed=seed, freedom=freedom)
+        found = next(filter(suffices, candidates), None)
+        candidates.close()  # it holds a copy of the network
+        give_back_memory()
+        if found is None:
+            return False
+        network = self.copies.copy(given, symmetry.moved_tensors(found.element, given))
+        after = parameter_distance(target, network)
+        if not after < before:
+            return False
+        objective = found.objective
+        self.known[number] = Match(found.element, objective, 1, objective[-1:], network, before, after, "weights")
+        return True
 
     def _is_in_order(self, number: int, doubtful: frozenset[int], seed: int, device: torch.device | str | None) -> bool:
         """Test whether matching a network, without scales, permutes no unit or head and flips no sign.
@@ -370,24 +446,34 @@ class _Search:
         discrete = (own for own in self.symmetry.factors if own.rung > Rung.SIZES)
         return all(own.is_identity(element.parts[own.name]) for own in discrete)
 
-    def match_all(self, match: Callable[[nn.Module], Match], *, forced: bool) -> None:
+    def match_all(self, match: Callable[[nn.Module], Match] | None, *, forced: bool) -> None:
         """Match each undecided network with the reference, and keep matches that reduce the distance.
 
         Args:
-            match: Matches a network with the reference.
+            match: Matches a network with the reference; None if all matches are known.
             forced: Whether matches are kept also where units are in order and the distance is hardly reduced.
         """
-        self.spreads.append(_spread(self.given))
+        pair = len(self.given) == 2  # both are at half their distance from the average
+        self.spreads.append(0.0 if pair else _spread(self.given))
         tried = list(self.open)
         for number in tried:
-            found = match(self.given[number])
+            known = self.known.pop(number, None)
+            if known is None:
+                assert match is not None
+                found = match(self.given[number])
+            else:
+                found = known
             self.found[number] = found.element
             self.distances[number] = found.distance_before, found.distance_after
             if reason := self._reason(number, found, forced=forced):
                 self._leave(number, found.distance_before, reason)
             else:
-                self.elements[number], self.networks[number] = found.element, self.copies.keep(found.network)
-        spread = _spread(self.networks) if self.moved else self.spreads[0]
+                self.elements[number] = found.element
+                self.networks[number] = found.network if known else self.copies.keep(found.network)
+        if pair:
+            self.spreads[0], spread = (own / 2 for own in self.distances[self.others[0]])
+        else:
+            spread = _spread(self.networks) if self.moved else self.spreads[0]
         if spread > self.spreads[0]:  # each is nearer to the reference, and farther from the others
             spread, aligned = self.spreads[0], spread
             reason = f"was nearer to the average of all as it was ({spread:.4g}; aligned {aligned:.4g})"

@@ -2,6 +2,7 @@
 
 import fnmatch
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
 from lightning_sym.merging.adapters import Adapter, with_adapter
-from lightning_sym.merging.alignment import HOW, Alignment, How, in_one_order
+from lightning_sym.merging.alignment import HOW, Alignment, How, aligned_without_search
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
 from lightning_sym.merging.checkpoint import Checkpoint, Found, description_of, model_of
+from lightning_sym.merging.equal_weights import equal_weights
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
 from lightning_sym.merging.folders import check_configurations
@@ -28,13 +30,14 @@ from lightning_sym.merging.result import MergedTensors
 from lightning_sym.merging.sources import Sources
 from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.files import is_temporary
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of
+from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of, tolerance_of
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.capture import containers_kept, state_tensors
 
 _NOT_ALIGNED = "was not aligned"
 # Networks whose matrices are farther apart do not come from one another: other seeds had 0.49 to 0.84 after alignment,
@@ -42,6 +45,7 @@ _NOT_ALIGNED = "was not aligned"
 _UNRELATED = 0.3
 # Matches are found from weights; inverting their matrices loses far less precision than this.
 _UNCHANGED = 1e-8
+_LARGE = 2**22  # networks with more numbers run in single precision first, as copies in double precision take long
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +67,8 @@ class MergedCheckpoints:
             after alignment.
         equal: For each but the reference, whether it equals the reference, before and after the match, to the rounding
             of the files.
-        largest_change: Largest relative change of an output by alignment, in float64.
+        largest_change: Largest relative change of an output by alignment: in float64, or for large networks in float32
+            where that shows no more than rounding.
         tally: Cosines of differences, shares of dropped numbers and sign conflicts, of methods with a base.
         losses: By name: of each network, of the result without alignment, and of the result (of the aligned second one
             with ``align_only``). Loss, and accuracy or None. None without data.
@@ -183,17 +188,18 @@ def merge_checkpoints(
     example = _call(inputs, dtype)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
-        symmetry, aligned = _alignment_of(networks, example, asked, align, align_only, statistics, seed, copies)
-        largest = _check_unchanged(symmetry, aligned, networks)
+        symmetry, aligned, largest = _alignment_of(
+            networks, example, asked, align, align_only, statistics, seed, copies
+        )
         equal = tuple(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
     others = (*_strangers(asked, aligned), *notes, *differing, *converted)
     others += _notes(network, data, recalibrate or align_only)
-    if aligned.moved:
-        others += symmetry.notes
-    else:
-        symmetry.notes = (*symmetry.notes, "translations are not included, as no network moves")
+    others += symmetry.notes if aligned.moved else ()
+    if math.isnan(symmetry.worst_error):  # traced in part
+        reason = "as no network needs them" if aligned.moved else "as no network moves"
+        symmetry.notes = (*symmetry.notes, f"translations are not included, {reason}")
     merged = asked.merged(aligned.networks)
     tensors: Mapping[str, Tensor] = state_tensors(aligned.networks[1]) if align_only else merged
     losses, barriers = None, None
@@ -345,11 +351,19 @@ def _alignment_of(
     batches: Inputs | None,
     seed: int,
     copies: NetworkFiles,
-) -> tuple[Symmetry, Alignment]:
-    """Trace the symmetry and align the networks to the first; trace only in part if no network has to move."""
+) -> tuple[Symmetry, Alignment, float]:
+    """Trace the symmetry and align the networks to the first; trace only in part if this needs no search.
+
+    Returns:
+        The symmetry, the alignment, and the largest change of an output of a moved network.
+
+    Raises:
+        ValueError: See :func:`_check_unchanged`.
+    """
     trace = functools.partial(
         trace_symmetry, networks[0], *example.positional, output=example.output, **example.keywords
     )
+    rounds = 1 if asked.has_base or align_only else 20
     find = functools.partial(
         aligned_networks,
         networks=networks,
@@ -357,15 +371,19 @@ def _alignment_of(
         batches=batches,
         seed=seed,
         copies=copies,
-        max_rounds=1 if asked.has_base or align_only else 20,
+        max_rounds=rounds,
     )
+    quick = functools.partial(aligned_without_search, max_rounds=rounds, seed=seed, copies=copies)
     if align in ("auto", "none") and not align_only:
         symmetry = trace(check=False, shifts=False)
-        aligned = find(symmetry) if align == "none" else in_one_order(symmetry, networks, seed=seed)
+        aligned = find(symmetry) if align == "none" else quick(symmetry, networks)
         if aligned is not None:
-            return symmetry, aligned
-    symmetry = trace()  # elements may act
-    return symmetry, find(symmetry)
+            largest, unchanged = _largest_change(symmetry, aligned, networks)
+            if unchanged:
+                return symmetry, aligned, largest
+    symmetry = trace()  # any element may act
+    aligned = find(symmetry)
+    return symmetry, aligned, _check_unchanged(symmetry, aligned, networks)
 
 
 def _recalibrate(network: nn.Module, parents: Sequence[nn.Module], data: Inputs, merged: MergedTensors) -> None:
@@ -382,19 +400,26 @@ def _check_unchanged(symmetry: Symmetry, aligned: Alignment, networks: Sequence[
     Raises:
         ValueError: If it is larger than the tolerance of the symmetry.
     """
-    changes = (
-        _change_of(symmetry, element, network)
-        for element, network, moved in zip(aligned.elements, networks, aligned.networks, strict=True)
-        if moved is not network
-    )
-    largest = max(changes, default=0.0)
-    allowed = max(symmetry.tolerance, _UNCHANGED)
-    if not largest <= allowed:
+    largest, unchanged = _largest_change(symmetry, aligned, networks)
+    if not unchanged:
+        allowed = max(symmetry.tolerance, _UNCHANGED)
         raise ValueError(
             f"an aligned network changes an output by {largest:.1e} (expected {allowed:.1e} at most), so that nothing "
             "was written; please report the architecture."
         )
     return largest
+
+
+def _largest_change(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> tuple[float, bool]:
+    """Return the largest relative change of an output of a moved network, and whether all changes are rounding."""
+    largest, unchanged = 0.0, True
+    for element, network, moved in zip(aligned.elements, networks, aligned.networks, strict=True):
+        if moved is not network:
+            change, allowed = _change_in_single(symmetry, network, moved), tolerance_of(torch.float32)
+            if not change <= allowed:
+                change, allowed = _change_of(symmetry, element, network), max(symmetry.tolerance, _UNCHANGED)
+            largest, unchanged = max(largest, change), unchanged and change <= allowed
+    return largest, unchanged
 
 
 def _undone(symmetry: Symmetry, aligned: Alignment, networks: Sequence[nn.Module]) -> Alignment:
@@ -441,9 +466,23 @@ def _compare_with_first(
     """Test whether a checkpoint equals the first one, before and after the match."""
     first, other = checkpoints[0], checkpoints[number]
     rounding = rounding_of(*first.dtypes.values(), *other.dtypes.values())
+    if not aligned.reasons[number]:
+        moved = equal_weights(first.network, aligned.networks[number], rounding)
+        if moved.answer == "equal":  # and so are the functions, as the element keeps that of the other network
+            return equal_weights(first.network, other.network, rounding), moved
     elements = symmetry.identity(), aligned.found[number]
     before, after = equality(symmetry, first.network, other.network, elements, rounding, seed=seed)
     return before, after
+
+
+def _change_in_single(symmetry: Symmetry, network: nn.Module, moved: nn.Module) -> float:
+    """Return the same as :func:`_change_of` for large networks in single precision, without copies; NaN for others."""
+    parameters = list(network.parameters())
+    if sum(own.numel() for own in parameters) < _LARGE or any(own.dtype != torch.float32 for own in parameters):
+        return math.nan
+    with torch.no_grad(), evaluating(network), evaluating(moved), containers_kept(network), containers_kept(moved):
+        pairs = [(outputs_of(network, call), outputs_of(moved, call)) for call in symmetry.examples]
+    return max((change(old, new) for old, new in pairs), default=0.0)
 
 
 def _change_of(symmetry: Symmetry, element: Element, network: nn.Module) -> float:

@@ -404,6 +404,22 @@ class Symmetry(ElementGroup):
         _recompute(result)
         return result
 
+    def moved_tensors(self, element: Element, network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers of a network under an element, one after the other, by their first names.
+
+        Args:
+            element: From this symmetry.
+            network: A network of the traced architecture. Not changed.
+        """
+        self._own(element)
+        left = dict(state_tensors(network))
+        names, holders = {id(tensor): name for name, tensor in left.items()}, self._holders(network)
+        for first, tensor in self._weights(element, dict(left)):
+            for name in dict.fromkeys(names[id(own)] for own in holders.get(first, ()) if id(own) in names):
+                del left[name]
+                yield name, tensor
+        yield from left.items()
+
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
         """Apply an element to some parameters or buffers, by name, without checks or changes in place.
 

@@ -365,21 +365,31 @@ class Chosen:
 
 
 class Tables:
-    """Gain tables of a group, one for each case of shared signs, as float64 arrays on the CPU."""
+    """Gain tables of a group, one for each case of shared signs, on the CPU."""
 
     def __init__(self, gain: Gain) -> None:
         self.signed = gain.signed
         self.cases = gain.cases()
-        self.tables = [case.total().double().cpu().numpy() for _, case in self.cases]
+        self.totals = [case.total().cpu() for _, case in self.cases]
+
+    @functools.cached_property
+    def tables(self) -> list[Floats]:
+        """The tables as float64 arrays."""
+        return [total.double().numpy() for total in self.totals]
 
     def best(self, rows: Ints, columns: Ints) -> tuple[float, int, Ints]:
         """Return the optimal gain, its case of shared signs, and the column position assigned to each row."""
         best = (-math.inf, 0, np.arange(len(rows)))
-        for number, table in enumerate(self.tables):
-            whole = len(rows) == len(columns) == len(table) and bool((rows[1:] > rows[:-1]).all())
-            part = table if whole and np.array_equal(rows, columns) else table[np.ix_(rows, columns)]
-            chosen = best_assignment(part)
-            value = float(part[np.arange(len(rows)), chosen].sum())
+        for number, total in enumerate(self.totals):
+            whole = len(rows) == len(columns) == len(total) and bool((rows[1:] > rows[:-1]).all())
+            if whole and np.array_equal(rows, columns):
+                chosen = _clear_assignment(total)
+                chosen = best_assignment(self.tables[number]) if chosen is None else chosen
+                value = float(total[torch.arange(len(rows)), torch.from_numpy(chosen)].double().sum())
+            else:
+                part = self.tables[number][np.ix_(rows, columns)]
+                chosen = best_assignment(part)
+                value = float(part[np.arange(len(rows)), chosen].sum())
             if value > best[0]:
                 best = value, number, chosen
         return best
@@ -403,13 +413,24 @@ class Tables:
 
 def best_assignment(gain: Floats) -> Ints:
     """Return the column assigned to each row; the identity is preferred among optima. Negates the gain temporarily."""
+    own = np.arange(len(gain))
     np.negative(gain, out=gain)  # the solver would copy it to maximise it
     rows, columns = linear_sum_assignment(gain)
     np.negative(gain, out=gain)
-    own = np.arange(len(gain))
     if gain[rows, columns].sum() <= gain[own, own].sum():
         return own
     return np.asarray(columns, dtype=np.int64)
+
+
+def _clear_assignment(gain: Tensor) -> Ints | None:
+    """Return the column of the largest gain in each row if all are different: no assignment gains more, then."""
+    if not len(gain):
+        return None
+    largest, columns = gain.max(1)
+    own: Tensor = torch.arange(len(gain))
+    if int(columns.bincount().max()) > 1:
+        return None
+    return (own if torch.equal(gain.diagonal(), largest) else columns).numpy()
 
 
 def within_cells(group: MatchingGroup, tables: Tables) -> Chosen:

@@ -1,6 +1,6 @@
 """The gauge of heads under GL(d): incoming and outgoing weights have equal Gram matrices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +31,15 @@ _SINGULAR = 1e-13
 _MEETS = 1e-7  # a singular value of the weights' product is not 0 if its ratio to the largest exceeds this
 
 
-def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, list[int], bool, Tensor]]:
+def cell_slices(
+    structure: Structure, tensors: Mapping[str, Tensor], some: Collection[int] | None = None
+) -> Iterator[tuple[str, list[int], bool, Tensor]]:
     """Yield the weights into and out of each head.
 
     Args:
         structure: The group.
         tensors: Parameters, by name; others are left out.
+        some: Only weights of these heads, and of others in the same places; None for all.
 
     Yields:
         The tensor's name; the indices of heads, all of one size; whether the weights are outgoing ones; and the
@@ -46,6 +49,8 @@ def cell_slices(structure: Structure, tensors: Mapping[str, Tensor]) -> Iterator
         if slot.tensor not in tensors:
             continue
         for cells, positions, read in structure.dense_places.get(slot.offset, ()):
+            if some is not None and not any(cell in some for cell in cells):
+                continue
             tensor = together(tensors[slot.tensor], slot.axes)
             parts = [tensor[torch.from_numpy(at).to(tensor.device)].reshape(*at.shape, -1) for at in positions]
             yield slot.tensor, cells, read, torch.cat(parts, -1)

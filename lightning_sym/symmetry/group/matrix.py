@@ -132,7 +132,7 @@ class Matrix(Factor[Matrices]):
         cells = self.structure.cell_of[self.structure.orbits[orbit]]
         products = {cell: torch.zeros(0) for cell in np.unique(cells[cells >= 0]).tolist()}
         for (_, own, _, ours), (_, _, _, theirs) in zip(
-            cell_slices(self.structure, target), cell_slices(self.structure, current), strict=True
+            *(cell_slices(self.structure, tensors, products.keys()) for tensors in (target, current)), strict=True
         ):
             for place, cell in enumerate(own):
                 if cell in products:

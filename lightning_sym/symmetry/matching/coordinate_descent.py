@@ -51,6 +51,33 @@ _SUSPICIOUS = 1e4
 _ALIKE = 1e-4  # on one orbit, norms of tensors agree to rounding; with other seeds they differ by more than this
 
 
+class Directions:
+    """Random directions that represent long rows (Johnson and Lindenstrauss 1984).
+
+    Inner products along them differ from the exact ones by about the norms over the root of their number.
+
+    Args:
+        count: The number of directions.
+        seed: Their seed.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self._generator = count, torch.Generator().manual_seed(seed)
+
+    def along(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of two matrices along the directions; as they are if they are short.
+
+        Args:
+            ours: Shape (rows, entries).
+            theirs: Shape (rows, entries).
+        """
+        entries = ours.shape[1]
+        if entries <= 2 * self.count:
+            return ours, theirs
+        drawn = torch.randn(entries, self.count, generator=self._generator).div_(math.sqrt(self.count)).to(ours)
+        return ours @ drawn, theirs @ drawn
+
+
 class Descent:
     """Coordinate descent. Holds the parameters of A and those of the current point of B's orbit.
 
@@ -68,6 +95,7 @@ class Descent:
         groups: The groups to assign.
         systems: The blocks to permute.
         copies: The blocks of copies to permute inside blocks.
+        directions: Random directions that represent long slices in gains; None for exact gains.
     """
 
     def __init__(
@@ -100,6 +128,7 @@ class Descent:
         self.late: dict[int, list[Factor[Any]]] = {}
         self._settled: dict[int, frozenset[int]] = {}  # by group, columns of signs that are not searched
         self.open_signs: list[Ints] = []
+        self.directions: Directions | None = None
         for factor in symmetry.factors:
             for index in [group.index for group in self.groups] if factor.late and factor.freedom in freedom else ():
                 if factor.able(index, self.current):
@@ -125,6 +154,15 @@ class Descent:
     def squared_distance(self) -> float:
         """The squared distance between A's parameters and the current ones."""
         return math.fsum(self._squares.values())
+
+    def squared_distance_outside(self, names: Collection[str]) -> float:
+        """Return the part of the squared distance in all other parameters than the named ones."""
+        return math.fsum(square for name, square in self._squares.items() if name not in names)
+
+    @property
+    def settled(self) -> bool:
+        """Whether only rounding is left of the distance, so that no move counts as an improvement."""
+        return self.squared_distance <= self._rounding**2
 
     @property
     def objective(self) -> float:
@@ -208,6 +246,8 @@ class Descent:
         for pattern, slices in group.slices.items():
             for part in slices if names is None else [own for own in slices if own.tensor in names]:
                 ours, theirs = (part.of(tensors[part.tensor], size) for tensors in (self.target, current))
+                if self.directions is not None:
+                    ours, theirs = self.directions.along(ours, theirs)
                 if pattern in parts:
                     parts[pattern].addmm_(ours, theirs.T)
                 else:
@@ -259,6 +299,8 @@ class Descent:
 
     def _improve_group(self, group: MatchingGroup) -> bool:
         """Assign a group's units, or rotate them."""
+        if self.settled:
+            return False
         if self._mix(group, [mixer for mixer in group.mixers if mixer.freedom in self.freedom]):
             return True
         return group.assigned and "permutations" in self.freedom and self._assign(group)
@@ -303,6 +345,11 @@ class Descent:
             unknown.discard(group.index)
             self._assign(group, names)
 
+    def permute_blocks(self) -> None:
+        """Permute the blocks of each system, with optimal assignments of their members."""
+        for system in self.systems:
+            self._improve_blocks(system)
+
     def _mix_late(self, indices: Sequence[int]) -> set[int]:
         """Mix some groups' units, and the cells that read and write them, in turn while the gain is large enough.
 
@@ -337,6 +384,8 @@ class Descent:
 
     def _improve_blocks(self, system: Blocks) -> bool:
         """Permute blocks, with optimal assignments of their members."""
+        if self.settled:
+            return False
         groups = system.groups
         gains = {index: self.gain(group) for index, group in groups.items()}
         if not all(gain.parts for gain in gains.values()):
@@ -356,6 +405,8 @@ class Descent:
 
     def _improve_copies(self, own: CopiedBlocks) -> bool:
         """Permute blocks of copies inside their block."""
+        if self.settled:
+            return False
         gains, tensors = own.gains(self.symmetry.structure, self.target, self.current)
         order = best_assignment(gains)
         if np.array_equal(order, np.arange(len(order))):
@@ -365,6 +416,8 @@ class Descent:
 
     def improve_alone(self, *, every: bool = True) -> bool:
         """Let factors try additional steps; signs only where assignments miss some, or with `every`."""
+        if self.settled:
+            return False
         columns = [
             (group, k, column) for group in self.groups if group.assigned for k, column in enumerate(group.signs.T)
         ]
@@ -380,7 +433,9 @@ class Descent:
 
     def slopes(self, acting: sparse.csc_matrix) -> tuple[list[str], Floats]:
         """Return the tensors flipped by generators (columns of `acting`), and the inner products there by generator."""
-        rows = np.unique(acting.indices)
+        entries = acting.tocoo()
+        order = np.argsort(entries.row, kind="stable")
+        rows, columns, values = entries.row[order], entries.col[order], entries.data[order]
         slopes = np.zeros(acting.shape[1])
         names = []
         for slot in self.symmetry.structure.slots:
@@ -388,8 +443,9 @@ class Descent:
             if lo == hi or slot.tensor not in self.current:
                 continue
             names.append(slot.tensor)
-            products = along(self.target[slot.tensor] * self.current[slot.tensor], slot.axes)
-            slopes += acting[slot.rows].T @ products.reshape(-1)
+            products = along(self.target[slot.tensor] * self.current[slot.tensor], slot.axes).reshape(-1)
+            products = values[lo:hi] * products[rows[lo:hi] - slot.offset]
+            slopes += np.bincount(columns[lo:hi], products, acting.shape[1])
         return list(dict.fromkeys(names)), slopes
 
     # Sweeps.

@@ -1,0 +1,147 @@
+"""Units that only moved are recognised without a search; all else is left to the search."""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from test_matching_and_merging_agree import SmallTransformer, parent_of, small_convolutional, small_perceptron
+from torch import nn
+
+from lightning_sym.merging import align
+from lightning_sym.merging.alignment import aligned_without_search
+from lightning_sym.merging.equal_weights import equal_weights
+from lightning_sym.merging.equality import rounding_of
+from lightning_sym.networks import VisionTransformer
+from lightning_sym.symmetry import parameter_distance, trace_symmetry
+from lightning_sym.symmetry.group.assignment import Gain, Tables
+from lightning_sym.symmetry.matching.recognition import recognised
+
+CPU = torch.device("cpu")
+
+
+def small_vision() -> nn.Module:
+    return VisionTransformer(1, 8, 10, 4, 16, 1, 2)
+
+
+MAKERS = [small_perceptron, small_convolutional, SmallTransformer, small_vision]
+
+
+@functools.cache
+def network_of(make, seed=0):
+    """Return a network with random biases in float32, and its symmetry without translations."""
+    torch.manual_seed(seed)
+    network = make().eval()
+    with torch.no_grad():
+        for own in network.parameters():
+            own.add_(0.1 * torch.randn_like(own))
+    return network, trace_symmetry(network, torch.rand(2, 1, 8, 8), check=False, shifts=False)
+
+
+def moved_copy(network, symmetry, *, mixing=False, noise=0.0):
+    """Return a copy of a network with units in other places, and the distance that noise gave it before."""
+    drawn = symmetry.sample(torch.Generator().manual_seed(3), scale=0.0, mixing=mixing, shifts=False)
+    drawn = drawn.replaced(rotation=symmetry.identity().parts["rotation"])  # those of streams need a search
+    other, generator = copy.deepcopy(network), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for own in other.parameters():
+            own.add_(noise * own.square().mean().sqrt() * torch.randn(own.shape, generator=generator))
+    return symmetry.act(drawn, other, check=False), parameter_distance(network, other)
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_moved_copy_is_recognised_up_to_rounding(make, mixing):
+    network, symmetry = network_of(make)
+    other, _ = moved_copy(network, symmetry, mixing=mixing)
+    found = list(recognised(symmetry, network, other, signs=True, device=CPU, seed=0))[-1]
+    assert found.settled
+    back = symmetry.act(found.element, other, check=False)
+    norm = float(torch.nn.utils.parameters_to_vector(network.parameters()).detach().norm())
+    assert parameter_distance(network, back) <= 1e-6 * norm < parameter_distance(network, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "noise"),
+    # In small heads, matrices can explain noise.
+    [*((make, 0.0) for make in MAKERS), (small_perceptron, 0.02), (small_convolutional, 0.02)],
+)
+def test_moved_copies_and_moved_fine_tunes_are_aligned_without_a_search(make, noise):
+    network, symmetry = network_of(make)
+    other, distance = moved_copy(network, symmetry, noise=noise)
+    aligned = aligned_without_search(symmetry, [network, other])
+    assert aligned is not None
+    assert aligned.reasons == ("", "")
+    (_, (before, after)) = aligned.distances
+    assert before == pytest.approx(parameter_distance(network, other), rel=1e-6)
+    assert after == pytest.approx(distance, rel=1e-6, abs=1e-5)
+    assert after < 0.1 * before
+    assert parameter_distance(network, aligned.networks[1]) == pytest.approx(after, rel=1e-6, abs=1e-9)
+    # Scales stay: the element is a permutation with signs.
+    assert symmetry.factors["log_scale"].is_identity(aligned.elements[1].parts["log_scale"])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_other_seeds_and_planted_scales_need_a_search(make):
+    network, symmetry = network_of(make)
+    stranger, _ = network_of(make, 1)
+    drawn = symmetry.sample(torch.Generator().manual_seed(3), scale=0.5, mixing=False, shifts=False)
+    scaled = symmetry.act(drawn, network, check=False)
+    assert aligned_without_search(symmetry, [network, stranger]) is None
+    assert aligned_without_search(symmetry, [network, scaled]) is None
+
+
+def test_signs_that_are_not_free_stay():
+    network, symmetry = network_of(SmallTransformer)
+    other, _ = moved_copy(network, symmetry)
+    found = align(symmetry, [network, other], signs=False)
+    assert symmetry.factors["sign"].is_identity(found.elements[1].parts["sign"])
+
+
+def test_three_moved_networks_are_still_aligned_to_their_mean():
+    parent, symmetry = parent_of(small_perceptron)
+    others = []
+    for seed in (1, 2):
+        drawn = symmetry.sample(torch.Generator().manual_seed(seed), scale=0.0, mixing=False, shifts=False)
+        others.append(symmetry.act(drawn, parent))
+    assert aligned_without_search(symmetry, [parent, *others]) is None
+    assert aligned_without_search(symmetry, [parent, *others], max_rounds=1) is not None
+    assert all(after < 1e-4 for _, after in align(symmetry, [parent, *others]).distances)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clear_assignments_are_the_optimal_ones(seed):
+    generator = np.random.default_rng(seed)
+    size = int(generator.integers(1, 9))
+    gain = torch.from_numpy(generator.standard_normal((size, size)))
+    gain[torch.arange(size), torch.from_numpy(generator.permutation(size))] += 2.0 * (seed % 3)
+    rows = np.arange(size)
+    value, _, chosen = Tables(Gain({(): gain}, False)).best(rows, rows)
+    best = linear_sum_assignment(gain.numpy(), maximize=True)
+    assert sorted(chosen) == list(rows)
+    assert value == pytest.approx(float(gain.numpy()[best].sum()), rel=1e-12)
+
+
+def test_ties_keep_the_order():
+    chosen = Tables(Gain({(): torch.tensor([[1.0, 1.0], [1.0, 1.0]])}, False)).best(np.arange(2), np.arange(2))[2]
+    assert chosen.tolist() == [0, 1]
+    chosen = Tables(Gain({(): torch.tensor([[2.0, 1.0], [3.0, 2.0]])}, False)).best(np.arange(2), np.arange(2))[2]
+    assert chosen.tolist() == [0, 1]
+
+
+def test_weights_are_equal_to_their_rounding_and_no_further():
+    network, _ = network_of(SmallTransformer)
+    rounding = rounding_of(torch.float32)
+    rounded, altered = copy.deepcopy(network), copy.deepcopy(network)
+    with torch.no_grad():
+        for own in rounded.parameters():
+            own.mul_(1 + 2 * rounding)
+        one = max(altered.parameters(), key=torch.numel)
+        one[3] *= 1 + 100 * rounding
+    assert equal_weights(network, network, rounding).times == 0
+    assert equal_weights(network, rounded, rounding).answer == "equal"
+    found = equal_weights(network, altered, rounding)
+    assert found.answer == "same function"
+    assert found.worst.endswith("at 3 of axis 0")
