@@ -157,7 +157,8 @@ def minimize_on_orbit(
     held, notes = _held(symmetry, exact, objective, budget)
     chosen = getattr(objective, "factors", ALL) if factors is None else factors
     if factors is None and chosen != ALL:  # an objective names kinds for all networks
-        present = {KINDS[name.split()[0]] for own in symmetry.factors for name in own.coordinates()}
+        shapes = {name: shape for own in symmetry.factors for name, shape in own.coordinates().items()}
+        present = {KINDS[name.split()[0]] for name, shape in shapes.items() if shape[0]}
         chosen = [kind for kind in chosen if kind in present]
     directions = OrbitDirections(symmetry, chosen, held)
     with unchecked(), evaluating(exact):
