@@ -306,7 +306,7 @@ class _Problem:
                 "of the view's parameters."
             )
         scaled = {name: own * (self.sign / count) for name, own in found.items()}
-        weights = charted({name: leaves[name] for name in scaled}, self.symmetry.structure.charts)
+        weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
         charts = self._chart(scaled)
         return self.sign * total / count, self.directions.pulled_back(weights, {name: charts[name] for name in charts})
 

@@ -170,8 +170,10 @@ class Scale(Diagonal):
         """Return the derivative with respect to the logarithms; see :class:`Factor`."""
         found = self.identity()
         for slot in self.structure.slots:
-            if slot.tensor in weights and self.forms[slot.rows].nnz:
-                inner = along(weights[slot.tensor] * gradients[slot.tensor], slot.axes).reshape(-1)
+            if slot.tensor in gradients and self.forms[slot.rows].nnz:
+                own = weights[slot.tensor]
+                own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own  # v' = s^2 (v + epsilon) - epsilon
+                inner = along(own * gradients[slot.tensor], slot.axes).reshape(-1)
                 found += torch.from_numpy(self.forms[slot.rows].T @ inner)
         return {"scales": self.outside_cells(found)}
 

@@ -594,8 +594,8 @@ class Factor(ABC, Generic[P]):
         """Return the derivative of a loss of the moved weights with respect to the coordinates, at 0.
 
         Args:
-            weights: Parameters, by name, float64.
-            gradients: Those of the loss, of the same names and shapes.
+            weights: Parameters and buffers, by name, float64.
+            gradients: The loss's derivatives by some of them, by name.
         """
         return {}
 

@@ -209,7 +209,8 @@ class Matrix(Factor[Matrices]):
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the coordinates; see :class:`Factor`."""
         found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.coordinates().items()}
-        slices = zip(cell_slices(self.structure, weights), cell_slices(self.structure, gradients), strict=True)
+        given = {name: weights[name] for name in gradients}
+        slices = zip(cell_slices(self.structure, given), cell_slices(self.structure, gradients), strict=True)
         for (_, cells, read, own), (_, _, _, gradient) in slices:
             products = -own @ gradient.mT if read else gradient @ own.mT
             for cell, product in zip(cells, products, strict=True):
