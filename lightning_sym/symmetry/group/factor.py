@@ -599,14 +599,29 @@ class Factor(ABC, Generic[P]):
         """
         return {}
 
-    def within(self, own: P, budget: float) -> P:
+    def within(self, own: P, budget: float, condition: float) -> P:
         """Return the nearest part with bounded magnitudes.
 
         Args:
             own: The part.
             budget: Bound of the absolute logarithms of scales and of singular values.
+            condition: Bound of the logarithms of condition numbers.
         """
         return own
+
+    def inwards(self, own: P, slopes: Mapping[str, Tensor], budget: float, condition: float) -> Mapping[str, Tensor]:
+        """Return derivatives of a loss that falls, without what would lead out of bounds that a part has reached.
+
+        Args:
+            own: The part.
+            slopes: Derivatives with respect to coordinates, by name.
+            budget: See :meth:`within`.
+            condition: See :meth:`within`.
+
+        Returns:
+            Those of the derivatives that differ, by name.
+        """
+        return {}
 
     # Files.
 

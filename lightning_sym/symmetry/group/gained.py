@@ -17,7 +17,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, require_passing
 from lightning_sym.symmetry.group.gained_forms import around, usable, wants_matrices
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
-from lightning_sym.symmetry.group.matrix import random_matrix
+from lightning_sym.symmetry.group.matrix import bounded, random_matrix
 from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -198,6 +198,10 @@ class GainedMatrix(Factor[Matrices]):
                 products = (slopes * outside[:, None]) @ (own / outside[:, None]).mT
                 found[f"gained {place.cell}"] += -products.mT if place.read else products
         return found
+
+    def within(self, own: Matrices, budget: float, condition: float) -> Matrices:
+        """Return the matrices with singular values within bounds; see :class:`Factor`."""
+        return bounded(own, budget, condition)
 
     def _fits(self, member: Tensor) -> bool:
         return member.ndim == 2 and member.shape in {(cell.size, cell.size) for cell in self.structure.gained}
