@@ -33,7 +33,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 Start = Element | Literal["balanced", "hadamard"] | None
 
 _BUDGET = 3.0  # of logarithms, where an objective is maximised
-_CONDITION = math.log(1e5)  # of condition numbers: more of these would lose digits of the function
+_CONDITION = math.log(1e4)  # of condition numbers: more of these would lose digits of the function
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def minimize_on_orbit(
         tolerance: The descent ends where no entry of the derivative exceeds this, times the objective where that is
             above 1. > 0.
         budget: Bound of the absolute logarithms of scales and singular values, and of the logarithms of condition
-            numbers, > 0. None: 3 if maximised; otherwise condition numbers of at most 1e5 only, as the function loses
+            numbers, > 0. None: 3 if maximised; otherwise condition numbers of at most 1e4 only, as the function loses
             the digits that they cost.
         start: The first element; "balanced", of smallest norm over scales and cells; or "hadamard", which rotates
             streams by Hadamard matrices. None: the identity.

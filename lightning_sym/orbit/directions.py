@@ -71,7 +71,7 @@ class OrbitDirections:
         for pattern in patterns:
             if not fnmatch.filter(groups, pattern):
                 options = [ALL, *kinds, *groups]
-                raise ValueError(unknown("factor or axis group of this network's group", pattern, options))
+                raise ValueError(unknown("factor or axis group", pattern, options))
         orbits = [n for n, group in enumerate(groups) if any(fnmatch.fnmatchcase(group, own) for own in patterns)]
         masks = {}
         for name, shape in found.items():

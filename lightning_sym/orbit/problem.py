@@ -42,8 +42,8 @@ class OrbitProblem:
         network: nn.Module,
         directions: OrbitDirections,
         objective: Objective | Function,
-        batches: Sequence[Any],
-        sign: float,
+        batches: Sequence[Any] = (),
+        sign: float = 1.0,
     ) -> None:
         self.symmetry, self.network, self.directions, self.batches = symmetry, network, directions, batches
         self.sign, self.budget, self.condition = sign, math.inf, math.inf
