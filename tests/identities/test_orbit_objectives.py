@@ -398,3 +398,10 @@ def test_descents_start_at_closed_forms_and_agree_with_those_without(objective):
     descent = minimize_on_orbit(symmetry, network, lambda view, given: objective(view, given), data=batch)
     assert abs(found.after - descent.after) < 1e-9 * descent.after
     assert found.after < found.before
+
+
+def test_classes_are_the_last_axis_of_outputs_of_sequences():
+    torch.manual_seed(0)
+    network, inputs, targets = nn.Linear(4, 5).double(), torch.randn(3, 7, 4).double(), torch.randint(0, 5, (3, 7))
+    flat = gradient_norm()(seen(network), (inputs.flatten(0, 1), targets.flatten()))
+    assert torch.allclose(gradient_norm()(seen(network), (inputs, targets)), flat, rtol=1e-12)
