@@ -51,15 +51,14 @@ class OrbitProblem:
         self._state, self._places = state_tensors(network), first_names(network)
         self._parameters = {name for name, _ in network.named_parameters()}
         self._moving = set(symmetry.structure.moving)
-        pieces = Charts(pieces=symmetry.structure.charts.pieces)
-        self._chart = lambda gradients: charted(gradients, pieces)
+        self._pieces = Charts(pieces=symmetry.structure.charts.pieces)  # added numbers have no derivative
         begun = objective.begun(self.view(symmetry.identity()), batches) if isinstance(objective, Objective) else None
         self._objective: Function = objective if begun is None else begun
 
     def view(self, element: Element) -> View:
         """Return the network at a point of the orbit."""
         tensors = self.symmetry.act_on(element, self._state)
-        parameters, buffers = {}, {}
+        parameters, buffers = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in tensors.items():
             own = tensor.detach()
             if own.is_floating_point() and (name in self._parameters or name in self._moving):
@@ -69,7 +68,8 @@ class OrbitProblem:
 
     def _values(self, view: View, batches: Sequence[Any] | None) -> Iterable[Tensor]:
         """Yield the objective of each batch."""
-        for arguments in [(batch,) for batch in (self.batches if batches is None else batches)] or [()]:
+        every: list[tuple[Any, ...]] = [(batch,) for batch in (self.batches if batches is None else batches)]
+        for arguments in every or [()]:
             value = self._objective(view, *arguments)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -101,7 +101,7 @@ class OrbitProblem:
             )
         scaled = {name: own * (self.sign / count) for name, own in found.items()}
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
-        charts = self._chart(scaled)
+        charts = charted(scaled, self._pieces)
         slopes = self.directions.pulled_back(weights, {name: charts[name] for name in charts})
         return self.sign * total / count, self._inwards(slopes, element)
 

@@ -53,6 +53,8 @@ class Diagonal(Factor[Tensor]):
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
         """Permute the numbers along with their units; see :class:`Factor`."""
+        if self.group["permutation"].is_identity(by.permutation):
+            return own
         result, there = own.clone(), back.permutation.numpy()
         for orbit, table in enumerate(self.tables):
             if table.shape[1]:
