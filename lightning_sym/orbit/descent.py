@@ -144,7 +144,9 @@ def minimize_on_orbit(
         if start is None and not maximize and budget is None and (known := problem.closed_form()) is not None:
             first, notes = known, [*notes, "the descent starts at the closed form over scales and cells"]
         before = problem.value(symmetry.identity())
-        problem.require_finite(first)
+        value = before if symmetry.factors.is_identity(first) else problem.value(first)
+        if not math.isfinite(value):
+            raise ValueError(f"the objective is {value} at the start; expected a finite number.")
         element, history, converged = first, list[OrbitStep](), not directions.shapes
         if not directions.shapes:
             notes.append("no continuous coordinate of the group moves: the network stays at the start")

@@ -14,7 +14,7 @@ from lightning_sym.orbit.view import View
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Factor, members
+from lightning_sym.symmetry.group.factor import Additive, Factor, members
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 
 Function = Callable[..., Tensor]
@@ -111,20 +111,10 @@ class OrbitProblem:
         plain = self.symmetry.factors["permutation"].is_identity(element.parts["permutation"])
         for factor in self._bounded:
             own = element.parts[factor.name]
-            if not plain:  # coordinates act after the element, and so where it has brought its units
+            if not plain and not isinstance(factor, Additive):  # coordinates act where the element has put its units
                 own = factor.carried(own, place, self.symmetry.inverse(place))
             slopes |= factor.inwards(own, slopes, *self.bounds)
         return slopes
-
-    def require_finite(self, element: Element) -> None:
-        """Check that the objective is finite at the start.
-
-        Raises:
-            ValueError: If it is not.
-        """
-        value = self.value(element)
-        if not math.isfinite(value):
-            raise ValueError(f"the objective is {value} at the start; expected a finite number.")
 
     def closed_form(self) -> Element | None:
         """Return the element to the minimum, if there is a formula for all that moves."""
