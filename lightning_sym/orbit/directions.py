@@ -41,7 +41,7 @@ class OrbitDirections:
     """Coordinates of the continuous part of a symmetry group near the identity, where they are 0.
 
     They are those of all factors with coordinates: logarithms of scales, antisymmetric matrices for streams, arbitrary
-    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and tilts.
+    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and rank-one maps.
 
     Args:
         symmetry: The symmetry.
@@ -133,8 +133,10 @@ def _of_orbits(symmetry: Symmetry, orbits: Iterable[int], name: str, shape: tupl
             mask[torch.from_numpy(phases[phases >= 0])] = True
         elif kind == "matrix":
             mask |= bool(np.isin(structure.dense[index], units).any())
-        elif kind in ("gained", "rotation"):
-            mask |= {"gained": structure.gained, "rotation": structure.rotations}[kind][index].orbit == orbit
+        elif kind == "gained":
+            mask |= structure.gained[index].orbit == orbit
+        elif kind == "rotation":
+            mask |= structure.rotations[index].orbit == orbit
         elif kind == "tilt":
             places = structure.tilts[index].moved
             slots = [slot for at, axis in places for slot in structure.slots_of[at] if slot.axes == (axis,)]
