@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 Granularity = Literal["tensor", "channel"]
 Scope = Literal["tensor", "global"]
 
-# Linear maps: where their input and their weight are among the arguments, and the input's axis of features, from the
-# end, by the number of axes of one sample's features.
+# Linear maps: the places of their input and of their weight among the arguments, and the input's axis of features.
 _LINEAR = {
     functional.linear: (0, 1, -1),
     torch.addmm: (1, 2, -1),
@@ -40,17 +40,18 @@ def round_to_nearest(
     activations: int | None = None,
     data: Any = None,
 ) -> nn.Module:
-    """Round the matrices and kernels of a network to integers of few bits, times a range.
+    """Round the matrices and kernels of a network to integers of few bits, times a step.
 
-    The integers lie between -(2^(bits-1) - 1) and 2^(bits-1) - 1, and the largest weight of a tensor (or channel) is
-    among them: symmetric rounding to the nearest. Vectors (biases, gains) stay. Weights remain floating-point numbers.
+    Rounding is symmetric: the integers run from -(2^(bits-1) - 1) to 2^(bits-1) - 1, and the weight of largest
+    magnitude in a tensor (or channel) has the last of these. Vectors (biases, gains) stay. Weights remain
+    floating-point numbers.
 
     Args:
         network: Not changed.
         bits: Number of bits of a weight, >= 2.
         granularity: Whether each tensor has one range, or each output channel its own.
         activations: Number of bits of the inputs of linear maps and convolutions, >= 2, with one range for each; None
-            leaves these as they are. Hooks of the network round them.
+            does not round them. Hooks of the network round them in each call.
         data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them: the ranges of activations
             are the largest values on these, and larger ones are clipped. None: each call of the network has its own
             ranges.
@@ -72,7 +73,7 @@ def round_to_nearest(
     with torch.no_grad():
         for name, parameter in result.named_parameters():
             if name in axes:
-                parameter.copy_(rounded(parameter, bits, axes[name] if granularity == "channel" else None))
+                parameter.copy_(rounded(parameter.double(), bits, axes[name] if granularity == "channel" else None))
     if activations is not None:
         ranges = None if data is None else _ranges(result, activations, data)
         hooks = _Hooks(activations, ranges)
@@ -107,7 +108,7 @@ def prune_by_magnitude(network: nn.Module, fraction: float, *, scope: Scope = "t
     own = {name: parameter.detach() for name, parameter in result.named_parameters() if name in axes}
     if scope == "global" and own:
         whole = kept(torch.cat([weight.abs().double().reshape(-1) for weight in own.values()]), fraction)
-        masks = whole.split([weight.numel() for weight in own.values()])
+        masks = torch.split(whole, [weight.numel() for weight in own.values()])
     else:
         masks = tuple(kept(weight, fraction) for weight in own.values())
     for weight, mask in zip(own.values(), masks, strict=True):
@@ -177,9 +178,14 @@ def rounded(weight: Tensor, bits: int, axis: int | None = None, largest: Tensor 
 
 def kept(weight: Tensor, fraction: float) -> Tensor:
     """Return a mask of the weights that pruning by magnitude keeps; of the same shape, bool."""
-    mask = torch.ones(weight.numel(), dtype=torch.bool, device=weight.device)
-    smallest = weight.detach().abs().reshape(-1).argsort(stable=True)
-    mask[smallest[: round(fraction * weight.numel())]] = False
+    sizes = weight.detach().abs().reshape(-1)
+    count = round(fraction * len(sizes))
+    if not count:
+        return torch.ones_like(weight, dtype=torch.bool)
+    largest = sizes.kthvalue(count).values
+    mask = sizes > largest
+    equal = (sizes == largest).nonzero()[:, 0]  # the last of these are kept
+    mask[equal[len(equal) - (len(sizes) - count - int(mask.sum())) :]] = True
     return mask.view(weight.shape)
 
 
@@ -203,11 +209,11 @@ class InputMode(TorchFunctionMode):
     Layers ``nn.MultiheadAttention`` show queries, keys and values, but not the inputs of their last map.
 
     Args:
-        see: Maps the input, the weight, and the input's axis of features (from the end) to the new input. The weight is
-            None for ``nn.MultiheadAttention``.
+        see: Maps the input, the weight, the input's axis of features (from the end), and the map as a function of its
+            input to the new input. The weight is None for ``nn.MultiheadAttention``.
     """
 
-    def __init__(self, see: Callable[[Tensor, Tensor | None, int], Tensor]) -> None:
+    def __init__(self, see: Callable[[Tensor, Tensor | None, int, Callable[[Tensor], Any]], Tensor]) -> None:
         super().__init__()
         self._see = see
 
@@ -215,7 +221,7 @@ class InputMode(TorchFunctionMode):
         """Call a function of torch."""
         given, keywords = list(args), dict(kwargs or {})
         if function is functional.multi_head_attention_forward:
-            given[:3] = [self._see(own, None, -1) for own in given[:3]]
+            given[:3] = [self._see(own, None, -1, lambda inputs: None) for own in given[:3]]
         elif function in _LINEAR:
             at, weight, axis = _LINEAR[function]
             names = ("input", "mat1")
@@ -223,7 +229,13 @@ class InputMode(TorchFunctionMode):
             holder: Any = given if where is None else keywords
             place: Any = at if where is None else where
             other = given[weight] if len(given) > weight else keywords.get("weight", keywords.get("mat2"))
-            holder[place] = self._see(holder[place], other, axis)
+
+            def again(inputs: Tensor) -> Any:
+                changed = {**dict(enumerate(given)), **keywords, place: inputs}
+                rest = {name: changed[name] for name in keywords}
+                return function(*(changed[number] for number in range(len(given))), **rest)
+
+            holder[place] = self._see(holder[place], other, axis, again)
         return function(*given, **keywords)
 
 
@@ -242,7 +254,7 @@ class RoundedInputs(InputMode):
         super().__init__(self._rounded)
         self.bits, self.ranges, self.seen = bits, ranges, list[Tensor]()
 
-    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int) -> Tensor:
+    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
         if not inputs.is_floating_point():
             return inputs
         number = len(self.seen)
@@ -266,17 +278,17 @@ class _Hooks:
     """
 
     def __init__(self, bits: int, ranges: list[Tensor] | None) -> None:
-        self.bits, self.ranges, self._open = bits, ranges, list[RoundedInputs]()
+        self.bits, self.ranges, self._open = bits, ranges, list[ExitStack]()
 
     def before(self, network: nn.Module, arguments: Any) -> None:
         """Begin to round."""
-        self._open.append(RoundedInputs(self.bits, self.ranges))
-        self._open[-1].__enter__()
+        self._open.append(ExitStack())
+        self._open[-1].enter_context(RoundedInputs(self.bits, self.ranges))
 
     def after(self, network: nn.Module, arguments: Any, output: Any) -> None:
         """End to round; also after an error."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().close()
 
 
 def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
@@ -292,16 +304,12 @@ def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
     return found
 
 
-def inputs_seen(
-    network: nn.Module, data: Iterable[Any], measure: Callable[[Tensor], Tensor], join: Callable[..., Tensor]
-) -> dict[str, Tensor]:
-    """Measure the inputs of each linear map and convolution on data, by feature.
+def largest_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the largest magnitude of each input feature of linear maps and convolutions on data.
 
     Args:
-        network: In evaluation mode meanwhile. Not changed.
+        network: Not changed; it runs in evaluation mode.
         data: Batches.
-        measure: Maps inputs of shape (positions, features) to one number per feature.
-        join: Joins the measures of two calls.
 
     Returns:
         By the name of the weight; each of shape (features,).
@@ -309,15 +317,47 @@ def inputs_seen(
     names = {own.data_ptr(): name for name, own in network.named_parameters()}
     found: dict[str, Tensor] = {}
 
-    def see(inputs: Tensor, weight: Tensor | None, axis: int) -> Tensor:
+    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
         name = None if weight is None else names.get(weight.data_ptr())
         if name is not None:
-            own = measure(inputs.detach().movedim(axis, -1).flatten(0, -2))
-            found[name] = own if name not in found else join(found[name], own)
+            own = inputs.abs().movedim(axis, -1).flatten(0, -2).amax(0)
+            found[name] = own if name not in found else torch.maximum(found[name], own)
         return inputs
 
     with torch.no_grad(), evaluating(network), twice_differentiable():
         for batch in data:
             with InputMode(see):
                 call_of(batch).run(network)
+    return found
+
+
+def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
+    """Return, for each weight, the sum of squares of the inputs that it multiplies on data.
+
+    That is the derivative by the weights of the sum of all outputs of its map at squared inputs, for kernels, too.
+
+    Args:
+        network: Not changed; it runs in evaluation mode.
+        data: Batches.
+
+    Returns:
+        By the name of the weight, and of its shape; float64.
+    """
+    exact = copy.deepcopy(network).requires_grad_(True)
+    parameters = dict(exact.named_parameters())
+    found: dict[str, Tensor] = {}
+
+    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
+        if weight is not None and weight.requires_grad:
+            total = again(inputs.detach().square()).sum()
+            slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)
+            for (name, own), slope in zip(parameters.items(), slopes, strict=True):
+                if slope is not None and own.ndim > 1:
+                    found[name] = found.get(name, 0) + slope.double()
+        return inputs.detach()
+
+    with torch.enable_grad(), evaluating(exact), twice_differentiable():
+        for batch in data:
+            with InputMode(see):
+                call_of(batch).run(exact)
     return found

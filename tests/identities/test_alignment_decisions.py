@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_sym.connectivity import average
 from lightning_sym.merging import align, merge
-from lightning_sym.merging.alignment import AlignOptions, in_one_order
+from lightning_sym.merging.alignment import AlignOptions, aligned_without_search
 from lightning_sym.merging.equality import equality, rounding_of
 from lightning_sym.merging.sketches import sketched
 from lightning_sym.networks import VisionTransformer
@@ -145,7 +145,7 @@ def test_noise_on_every_tensor_of_a_convolutional_network_needs_no_search(name):
     """Kernels of 1 x 1 or 3 x 3 pixels are near matrices of rank two, which no translation explains."""
     network, symmetry = network_of(name, shifts=False)
     other = near(network, 0.02)
-    found = in_one_order(symmetry, [network, other])
+    found = aligned_without_search(symmetry, [network, other])
     assert found is not None
     assert found.networks[1] is other
     assert "in the order of the reference" in found.reasons[1]
@@ -156,7 +156,7 @@ def test_noise_on_every_tensor_of_a_convolutional_network_needs_no_search(name):
 def test_scales_alone_are_found_in_a_convolutional_network(name):
     network, symmetry = network_of(name)
     scaled = symmetry.act(only(symmetry, "log_scale", 0), near(network, 1e-4))
-    assert in_one_order(network_of(name, shifts=False)[1], [network, scaled]) is None
+    assert aligned_without_search(network_of(name, shifts=False)[1], [network, scaled]) is None
     found = align(symmetry, [network, scaled])
     assert found.moved
     assert found.distances[1][1] < 0.01 * found.distances[1][0]

@@ -1,5 +1,6 @@
 """Diagonal factors: positive scales and signs."""
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -52,6 +53,8 @@ class Diagonal(Factor[Tensor]):
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
         """Permute the numbers along with their units; see :class:`Factor`."""
+        if self.group["permutation"].is_identity(by.permutation):
+            return own
         result, there = own.clone(), back.permutation.numpy()
         for orbit, table in enumerate(self.tables):
             if table.shape[1]:
@@ -168,16 +171,33 @@ class Scale(Diagonal):
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the logarithms; see :class:`Factor`."""
-        found = self.identity()
-        for slot in self.structure.slots:
-            if slot.tensor in weights and self.forms[slot.rows].nnz:
-                inner = along(weights[slot.tensor] * gradients[slot.tensor], slot.axes).reshape(-1)
-                found += torch.from_numpy(self.forms[slot.rows].T @ inner)
-        return {"scales": self.outside_cells(found)}
+        total, products = np.zeros(self.forms.shape[0]), dict[tuple[str, str], Tensor]()
+        for slot in self._scaled:
+            if slot.tensor in gradients:
+                if (key := (slot.tensor, slot.kind)) not in products:
+                    own = weights[slot.tensor]  # of a variance: v' = s^2 (v + epsilon) - epsilon
+                    own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own
+                    products[key] = own * gradients[slot.tensor]
+                total[slot.rows] = along(products[key], slot.axes).reshape(-1)
+        return {"scales": self.outside_cells(torch.from_numpy(self.forms.T @ total))}
 
-    def within(self, own: Tensor, budget: float) -> Tensor:
+    @cached_property
+    def _scaled(self) -> list[Slot]:
+        """The slots with scales."""
+        return [slot for slot in self.structure.slots if self.forms[slot.rows].nnz]
+
+    def within(self, own: Tensor, budget: float, condition: float) -> Tensor:
         """Return the logarithms within bounds."""
         return own.clamp(-budget, budget)
+
+    def inwards(
+        self, own: Tensor, slopes: Mapping[str, Tensor], budget: float, condition: float
+    ) -> Mapping[str, Tensor]:
+        """Return derivatives without those of scales that would leave their bounds; see :class:`Factor`."""
+        if "scales" not in slopes or math.isinf(budget):
+            return {}
+        found, nearly = slopes["scales"], budget * (1 - 1e-9)
+        return {"scales": found.masked_fill(((own >= nearly) & (found < 0)) | ((own <= -nearly) & (found > 0)), 0.0)}
 
 
 class Sign(Diagonal):
