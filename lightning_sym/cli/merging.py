@@ -243,7 +243,7 @@ def run(asked: Asked) -> None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
     elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
-    with _named(about.get("network", asked.files[0]), data):
+    with errors_named(about.get("network", asked.files[0]), data):
         if config is not None:
             found = config.run(asked.out, **options)
         else:
@@ -314,8 +314,16 @@ def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None
 
 
 @contextlib.contextmanager
-def _named(network: str, data: Any) -> Iterator[None]:
-    """Add network and data to the errors of torch."""
+def errors_named(network: str, data: Any) -> Iterator[None]:
+    """Add network and data to the errors of torch.
+
+    Args:
+        network: Name of the network.
+        data: The datamodule; None for random inputs.
+
+    Raises:
+        ValueError: Instead of an error of torch.
+    """
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
 from lightning_sym.merging.adapters import Adapter, with_adapter
 from lightning_sym.merging.alignment import HOW, Alignment, How, in_one_order
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
-from lightning_sym.merging.checkpoint import Checkpoint, Found, model_of
+from lightning_sym.merging.checkpoint import Checkpoint, check_out, example_in, model_of
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
 from lightning_sym.merging.folders import check_configurations
@@ -29,7 +30,6 @@ from lightning_sym.merging.sources import Sources
 from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.files import is_temporary
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -168,7 +168,7 @@ def merge_checkpoints(
     if len({one.file.resolve() for one in asked.found}) == 1 and not align_only:
         align = "none"  # one model, with adapters
     written = asked.found[1 if align_only else 0]  # determines the form of the result
-    _check_out(Path(out), written)
+    check_out(Path(out), written)
     if network is None:
         model = model_of(asked.found[0])
         network, inputs = model.network, example_of(model) if inputs is None else inputs
@@ -179,7 +179,7 @@ def merge_checkpoints(
     checkpoints, converted = _read_all(asked, network, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
-    example = _call(inputs, dtype)
+    example = example_in(dtype, inputs)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
         symmetry, aligned = _alignment_of(networks, example, asked, align, align_only, statistics, seed, copies)
@@ -233,9 +233,9 @@ def merge_checkpoints(
     )
     options = {"align": align, "out_dtype": out_dtype, "ignore": list(ignore), "recalibrate": recalibrate}
     card = card_of(asked, aligned.reasons, description or configuration_of(asked, options), Path(out).name)
-    place = checkpoints[1 if align_only else 0].write(
-        tensors, out, out_dtype=out_dtype, readme=None if align_only else card
-    )
+    plain = align_only or Path(out).suffix == ".safetensors"
+    beside = {} if plain else {"README.md": functools.partial(write_atomically, content=card)}
+    place = checkpoints[1 if align_only else 0].write(tensors, out, out_dtype=out_dtype, beside=beside)
     return replace(found, out=place, notes=(*found.notes, *merged.tally.notes))
 
 
@@ -257,17 +257,6 @@ def _check_arguments(asked: Sources, align: str, align_only: bool, recalibrate: 
     for needed, what in ((align == "activations", "align='activations'"), (recalibrate, "recalibrate")):
         if needed and train is None:
             raise ValueError(f"{what} needs data to run the networks on; pass data (--data).")
-
-
-def _check_out(out: Path, written: Found) -> None:
-    """Check, before any computation, that a result in the form of a file can be written."""
-    several, folder = written.file.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and written.folder is None):
-        expected = f"a folder for the shards of {written.file.name}" if several else "a file that ends in .safetensors"
-        raise ValueError(f"out is {out}; expected {expected}.")
-    # A killed run leaves only hidden files, which do not interfere.
-    if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
-        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
 
 
 def _existing(folder: Path) -> Path:
@@ -315,12 +304,6 @@ def _read_all(
     notes += [f"ignore={pattern!r} matches no tensor" for pattern in unmatched]
     checkpoints, converted = _of_one_type(found, asked.names, copies)
     return checkpoints, [*notes, *converted]
-
-
-def _call(inputs: Any, dtype: torch.dtype) -> Call:
-    """Return the example, with floating tensors in the dtype of the weights."""
-    call = Call.of(inputs)
-    return call if dtype != torch.float64 else Call(*double(tuple(call)))
 
 
 # ---- alignment

@@ -330,7 +330,7 @@ def new_folder(out: Path, names: Sequence[str] = ()) -> Iterator[Path]:
         raise ValueError(f"{there} is there already; expected a folder without it.")
     if out.exists() and not (out.is_dir() and (names or all(is_temporary(path) for path in out.iterdir()))):
         raise ValueError(f"{out} is there already; expected a new or an empty folder.")
-    inside = out.exists() and (out.is_mount() or any(out.iterdir()))
+    inside = out.exists() and (bool(names) or out.is_mount() or any(out.iterdir()))
     base = out if inside else out.absolute().parent
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{out.name}.{secrets.token_hex(8)}.tmp"
