@@ -2,7 +2,38 @@
 
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
 from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.hand_made import cross_layer_equalization, prune_by_wanda, smooth_quant
 from lightning_sym.orbit.objective import Objective
+from lightning_sym.orbit.objectives import (
+    OBJECTIVES,
+    gradient_norm,
+    objective_named,
+    path_norm,
+    quantization_error,
+    sharpness,
+    sparsity,
+    weight_norm,
+)
+from lightning_sym.orbit.rounding import prune_by_magnitude, round_to_nearest
 from lightning_sym.orbit.view import View
 
-__all__ = ["Objective", "OrbitDirections", "OrbitMinimum", "View", "minimize_on_orbit"]
+__all__ = [
+    "OBJECTIVES",
+    "Objective",
+    "OrbitDirections",
+    "OrbitMinimum",
+    "View",
+    "cross_layer_equalization",
+    "gradient_norm",
+    "minimize_on_orbit",
+    "objective_named",
+    "path_norm",
+    "prune_by_magnitude",
+    "prune_by_wanda",
+    "quantization_error",
+    "round_to_nearest",
+    "sharpness",
+    "smooth_quant",
+    "sparsity",
+    "weight_norm",
+]

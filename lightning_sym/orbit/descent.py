@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.orbit.directions import ALL, OrbitDirections
+from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry.base import Symmetry, unchecked
@@ -156,6 +156,9 @@ def minimize_on_orbit(
         raise ValueError(f"{type(objective).__name__} needs data to run the network on; pass data=...")
     held, notes = _held(symmetry, exact, objective, budget)
     chosen = getattr(objective, "factors", ALL) if factors is None else factors
+    if factors is None and chosen != ALL:  # an objective names kinds for all networks
+        present = {KINDS[name.split()[0]] for own in symmetry.factors for name in own.coordinates()}
+        chosen = [kind for kind in chosen if kind in present]
     directions = OrbitDirections(symmetry, chosen, held)
     with unchecked(), evaluating(exact):
         problem = _Problem(symmetry, exact, directions, objective, batches, -1.0 if maximize else 1.0)
@@ -305,6 +308,8 @@ class _Problem:
                 "the objective has no derivative by weights that the group moves; expected a differentiable function "
                 "of the view's parameters."
             )
+        # Rotations read the gains around them, also where an objective does not.
+        found = {n: found.get(n, torch.zeros_like(own)) for n, own in leaves.items() if n in self._moving}
         scaled = {name: own * (self.sign / count) for name, own in found.items()}
         weights = charted({name: leaves[name] for name in scaled}, self.symmetry.structure.charts)
         charts = self._chart(scaled)

@@ -1,0 +1,256 @@
+"""Reparametrizations by hand that users know, as elements of the traced group; and pruning by Wanda."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor, nn
+
+from lightning_sym._checks import check_numbers
+from lightning_sym._distributed import on_device_of
+from lightning_sym.orbit.rounding import inputs_seen, kept, listed, matrices_of
+from lightning_sym.symmetry.arrays import Floats, Ints, on_axes, together
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.norms import classes_of
+from lightning_sym.symmetry.moves.moved import require_weights
+from lightning_sym.symmetry.proof import double, double_copy
+from lightning_sym.symmetry.tracing.structure import Slot
+
+_SWEEPS = 1000
+_STILL = 1e-13  # largest change of a logarithm in the last sweep
+
+
+def cross_layer_equalization(symmetry: Symmetry, network: nn.Module) -> Element:
+    r"""Equalise, for each unit, the range of its incoming and of its outgoing weights by scales.
+
+    Cross-layer equalisation (Nagel et al. 2019, arXiv 1906.04721): the scale of a unit is
+    :math:`\sqrt{r_\text{out} / r_\text{in}}` with the largest magnitudes r of its weights. Pairs of layers are those
+    of the traced group; passes over all of them repeat until nothing changes. Biases do not count. Scales without
+    matrices on one side (gains of norms, weights before batch norms) stay: fold these first.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Not changed.
+
+    Returns:
+        The element.
+
+    Raises:
+        TypeError: If `network` is not a module.
+        ValueError: If the network is not of the traced architecture, or has no weights.
+
+    Example:
+        >>> from lightning_sym.symmetry import trace_symmetry
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+        >>> symmetry = trace_symmetry(network, torch.randn(2, 5))
+        >>> equal = symmetry.act(cross_layer_equalization(symmetry, network), network)
+        >>> torch.allclose(equal[0].weight.abs().amax(1), equal[2].weight.abs().amax(0))
+        True
+    """
+    require_weights(symmetry, network)
+    ranges = _Ranges(symmetry, network, cells=True)
+    for _ in range(_SWEEPS):
+        largest = 0.0
+        for members in ranges.classes:
+            change = ranges.equalised(members)
+            ranges.logs[members] += change
+            largest = max(largest, float(np.abs(change).max(initial=0.0)))
+        if largest <= _STILL:
+            break
+    return ranges.element()
+
+
+def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float = 0.5) -> Element:
+    r"""Move the ranges of activations into the weights that read them, by scales.
+
+    SmoothQuant (Xiao et al. 2022, arXiv 2211.10438): channel j of the activations is divided by
+    :math:`s_j = \max|X_j|^\alpha / \max|W_j|^{1-\alpha}`, and the weights that read it are multiplied. The division is
+    done by the gains of a norm, or by the weights before a ReLU, as the traced group allows.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Not changed.
+        data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them.
+        alpha: How much of the range moves, in [0, 1].
+
+    Returns:
+        The element.
+
+    Raises:
+        TypeError: If `network` is not a module.
+        ValueError: If the network is not of the traced architecture, the data are missing, or alpha is outside [0, 1].
+    """
+    check_numbers("in [0, 1]", alpha=alpha)
+    require_weights(symmetry, network)
+    exact = double_copy(network)
+    batches = on_device_of(exact, double(listed(data)))
+    largest = inputs_seen(exact, batches, lambda inputs: inputs.abs().amax(0), torch.maximum)
+    ranges = _Ranges(symmetry, network, cells=False)
+    inputs, weights = np.zeros(len(ranges.logs)), np.zeros(len(ranges.logs))
+    exponents = np.zeros(len(ranges.logs))
+    for each in ranges.slices:
+        own = largest.get(each.name.partition("[")[0])
+        if own is None or each.slot.axes != (each.columns,) or len(own) != each.slot.size:
+            continue
+        sizes = ranges.largest(each)
+        np.maximum.at(inputs, each.generator, np.where(each.exponent < 0, own.cpu().numpy()[each.position], 0.0))
+        np.maximum.at(weights, each.generator, np.where(each.exponent < 0, sizes[each.position], 0.0))
+        np.maximum.at(exponents, each.generator, -each.exponent)
+    used = (inputs > 0) & (weights > 0) & (exponents > 0)
+    used &= np.isin(np.arange(len(used)), np.concatenate([np.zeros(0, int), *ranges.classes]))
+    logs = np.log(inputs[used]) * alpha - np.log(weights[used]) * (1 - alpha)
+    ranges.logs[used] = -logs / exponents[used]
+    return ranges.element()
+
+
+def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
+    r"""Set the weights of least :math:`|w_{ij}| \, \|x_j\|_2` to 0, within each row of each matrix.
+
+    Wanda (Sun et al. 2023, arXiv 2306.11695). Here :math:`\|x_j\|_2` is the norm of input feature j over all positions
+    of the data; a kernel's entries share the norm of their input channel. Matrices that no linear map reads
+    (embeddings) are pruned by magnitude within their rows, so that the fraction is that of
+    :func:`prune_by_magnitude`.
+
+    Args:
+        network: Not changed.
+        data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them.
+        fraction: Part of the weights of each row that becomes 0, in [0, 1).
+
+    Returns:
+        A changed copy.
+
+    Raises:
+        ValueError: If the fraction is outside [0, 1), or the data are missing.
+
+    Example:
+        >>> pruned = prune_by_wanda(nn.Linear(10, 6), torch.randn(4, 10), 0.7)
+        >>> (pruned.weight == 0).sum(1).tolist()
+        [7, 7, 7, 7, 7, 7]
+    """
+    check_numbers("in [0, 1)", fraction=fraction)
+    result = copy.deepcopy(network)
+    batches = on_device_of(result, listed(data))
+    squares = inputs_seen(result, batches, lambda inputs: inputs.double().square().sum(0), torch.add)
+    axes = matrices_of(result)
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            if name in axes:
+                weight = parameter.movedim(axes[name], 0)
+                scores = weight.abs().double()
+                if name in squares:
+                    scores = scores * _by_row(squares[name].sqrt(), weight)
+                masks = [kept(row, fraction) for row in scores]
+                weight.mul_(torch.stack(masks))
+    return result
+
+
+def _by_row(features: Tensor, weight: Tensor) -> Tensor:
+    """Return the numbers of input features at the entries of a weight, of shape (rows, features, ...)."""
+    rows, columns = weight.shape[:2]
+    groups = max(len(features) // columns, 1)  # grouped convolutions read some of the features in each row
+    own = features.view(groups, columns).repeat_interleave(rows // groups, 0)
+    return own.view(rows, columns, *(1 for _ in weight.shape[2:]))
+
+
+class _Slices:
+    """The entries of the exponents of scales at one labelled axis of a matrix.
+
+    Args:
+        name: Name of the matrix.
+        slot: The axis.
+        columns: Which axis of the matrix its inputs index.
+        forms: The exponents at the positions of the axis.
+    """
+
+    def __init__(self, name: str, slot: Slot, columns: int, forms: sparse.csr_matrix) -> None:
+        self.name, self.slot, self.columns = name, slot, columns
+        entries = forms.tocoo()
+        self.position, self.generator, self.exponent = entries.row, entries.col, entries.data
+
+
+class _Ranges:
+    """Largest magnitudes of a network's matrices by unit, under any scales.
+
+    Args:
+        symmetry: The symmetry.
+        network: Not changed.
+        cells: Whether units on which any invertible matrix acts are scaled as well.
+
+    Attributes:
+        logs: Logarithms of the scales. Shape (scales,).
+        classes: Scales that play the same role.
+        slices: All labelled axes of matrices.
+    """
+
+    def __init__(self, symmetry: Symmetry, network: nn.Module, *, cells: bool) -> None:
+        self.symmetry, structure = symmetry, symmetry.structure
+        axes = matrices_of(network)
+        self._weights: dict[str, Tensor] = {}
+        self._slots: dict[str, list[Slot]] = {}
+        self._forms = structure.magnitudes
+        self.slices: list[_Slices] = []
+        for name, tensor in symmetry.tensors(network).items():
+            whole = name.partition("[")[0]
+            if whole not in axes or sum(size > 1 for size in tensor.shape) < 2:
+                continue
+            self._weights[name] = tensor.detach().abs().to("cpu", torch.float64)
+            self._slots[name] = [slot for slot in structure.slots_of.get(name, ()) if slot.kind == "value"]
+            self.slices += [_Slices(name, own, 1 - axes[whole], self._forms[own.rows]) for own in self._slots[name]]
+        self.logs: Floats = np.zeros(self._forms.shape[1])
+        within = range(len(structure.dense)) if cells else ()
+        self.classes: list[Ints] = classes_of(structure, structure.scale_table, self._forms, within)
+
+    def largest(self, each: _Slices) -> Floats:
+        """Return the largest magnitude at each position of an axis, under the current scales."""
+        weight = self._weights[each.name].numpy()
+        for slot in self._slots[each.name]:
+            factor = np.exp(self._forms[slot.rows] @ self.logs)
+            weight = weight * on_axes(factor, slot.shape, slot.axes, weight.ndim)
+        found: Floats = together(torch.from_numpy(weight), each.slot.axes).reshape(each.slot.size, -1).amax(1).numpy()
+        return found
+
+    def equalised(self, members: Ints) -> Floats:
+        """Return the change of some scales that makes the ranges on both sides equal."""
+        size = len(self.logs)
+        sides = {+1: np.zeros(size), -1: np.zeros(size)}
+        exponents = {+1: np.zeros(size), -1: np.zeros(size)}
+        chosen = np.zeros(size, bool)
+        chosen[members] = True
+        for each in self._touching(chosen):
+            sizes = self.largest(each)
+            for sign, side in sides.items():
+                at = chosen[each.generator] & (sign * each.exponent > 0)
+                np.maximum.at(side, each.generator[at], sizes[each.position[at]])
+                np.maximum.at(exponents[sign], each.generator[at], sign * each.exponent[at])
+        up, down = sides[+1][members], sides[-1][members]
+        change, both = np.zeros(len(members)), (up > 0) & (down > 0)
+        total = (exponents[+1] + exponents[-1])[members]
+        change[both] = (np.log(down[both]) - np.log(up[both])) / total[both]
+        return change
+
+    def _touching(self, chosen: Floats) -> Iterator[_Slices]:
+        return (each for each in self.slices if chosen[each.generator].any())
+
+    def element(self) -> Element:
+        """Return the element with these scales; within GL(d) blocks, they are diagonal matrices."""
+        structure, logs = self.symmetry.structure, torch.from_numpy(self.logs.copy())
+        inside: Mapping[int, Tensor] = _in_cells(self.symmetry)
+        dense = list(structure.same)
+        for cell, generators in inside.items():
+            dense[cell] = torch.diag(logs[generators].sum(1).exp())
+            logs[generators] = 0.0
+        identity = self.symmetry.identity()
+        return identity.replaced(log_scale=logs, **({"dense": tuple(dense)} if inside else {}))
+
+
+def _in_cells(symmetry: Symmetry) -> dict[int, Tensor]:
+    """Return the scales of the units of each GL(d) block. Each of shape (units, scales of a unit), int64."""
+    structure, found = symmetry.structure, {}
+    for units, table in zip(structure.orbits, structure.scale_table, strict=True):
+        own = structure.cell_of[units]
+        found.update({int(cell): torch.from_numpy(table[own == cell]) for cell in np.unique(own[own >= 0])})
+    return found

@@ -1,0 +1,323 @@
+"""Rounding and pruning of weights, as objectives simulate them and as networks hold them."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym.networks.modes import evaluating, twice_differentiable
+from lightning_sym.orbit.view import call_of
+from lightning_sym.symmetry.tracing.calls import Call
+
+Granularity = Literal["tensor", "channel"]
+Scope = Literal["tensor", "global"]
+
+# Linear maps: where their input and their weight are among the arguments, and the input's axis of features, from the
+# end, by the number of axes of one sample's features.
+_LINEAR = {
+    functional.linear: (0, 1, -1),
+    torch.addmm: (1, 2, -1),
+    torch.conv1d: (0, 1, -2),
+    torch.conv2d: (0, 1, -3),
+    torch.conv3d: (0, 1, -4),
+    torch.conv_transpose1d: (0, 1, -2),
+    torch.conv_transpose2d: (0, 1, -3),
+    torch.conv_transpose3d: (0, 1, -4),
+}
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def round_to_nearest(
+    network: nn.Module,
+    bits: int,
+    granularity: Granularity = "tensor",
+    *,
+    activations: int | None = None,
+    data: Any = None,
+) -> nn.Module:
+    """Round the matrices and kernels of a network to integers of few bits, times a range.
+
+    The integers lie between -(2^(bits-1) - 1) and 2^(bits-1) - 1, and the largest weight of a tensor (or channel) is
+    among them: symmetric rounding to the nearest. Vectors (biases, gains) stay. Weights remain floating-point numbers.
+
+    Args:
+        network: Not changed.
+        bits: Number of bits of a weight, >= 2.
+        granularity: Whether each tensor has one range, or each output channel its own.
+        activations: Number of bits of the inputs of linear maps and convolutions, >= 2, with one range for each; None
+            leaves these as they are. Hooks of the network round them.
+        data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them: the ranges of activations
+            are the largest values on these, and larger ones are clipped. None: each call of the network has its own
+            ranges.
+
+    Returns:
+        A changed copy.
+
+    Raises:
+        ValueError: If the number of bits is below 2, the granularity is unknown, or the data are empty.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> len(round_to_nearest(network, bits=3)[0].weight.unique()) <= 7
+        True
+    """
+    check_rounding(bits, granularity, activations)
+    result = copy.deepcopy(network)
+    axes = matrices_of(result)
+    with torch.no_grad():
+        for name, parameter in result.named_parameters():
+            if name in axes:
+                parameter.copy_(rounded(parameter, bits, axes[name] if granularity == "channel" else None))
+    if activations is not None:
+        ranges = None if data is None else _ranges(result, activations, data)
+        hooks = _Hooks(activations, ranges)
+        result.register_forward_pre_hook(hooks.before)
+        result.register_forward_hook(hooks.after, always_call=True)
+    return result
+
+
+def prune_by_magnitude(network: nn.Module, fraction: float, *, scope: Scope = "tensor") -> nn.Module:
+    """Set the smallest weights of a network's matrices and kernels to 0.
+
+    Args:
+        network: Not changed.
+        fraction: Part of the weights that becomes 0, in [0, 1).
+        scope: Whether this is the part of each tensor, or of all together.
+
+    Returns:
+        A changed copy. Vectors (biases, gains) stay.
+
+    Raises:
+        ValueError: If the fraction is outside [0, 1), or the scope is unknown.
+
+    Example:
+        >>> pruned = prune_by_magnitude(nn.Linear(10, 10), 0.7)
+        >>> int((pruned.weight == 0).sum())
+        70
+    """
+    check_numbers("in [0, 1)", fraction=fraction)
+    check_words(("scope", scope, ("tensor", "global")))
+    result = copy.deepcopy(network)
+    axes = matrices_of(result)
+    own = {name: parameter.detach() for name, parameter in result.named_parameters() if name in axes}
+    if scope == "global" and own:
+        whole = kept(torch.cat([weight.abs().double().reshape(-1) for weight in own.values()]), fraction)
+        masks = whole.split([weight.numel() for weight in own.values()])
+    else:
+        masks = tuple(kept(weight, fraction) for weight in own.values())
+    for weight, mask in zip(own.values(), masks, strict=True):
+        weight.mul_(mask.view(weight.shape))
+    return result
+
+
+def check_rounding(bits: object, granularity: object, activations: object) -> None:
+    """Check the arguments of a rounding.
+
+    Raises:
+        ValueError: If a number of bits is below 2, or the granularity is unknown.
+    """
+    check_integers(2, bits=bits)
+    check_words(("granularity", granularity, ("tensor", "channel")))
+    if activations is not None:
+        check_integers(2, activations=activations)
+
+
+def matrices_of(network: nn.Module) -> dict[str, int]:
+    """Return the names of a network's matrices and kernels, each with the axis of its output channels.
+
+    A floating parameter counts if at least two of its axes are longer than 1; embeddings are among them. The axis is
+    the first, or the second of transposed convolutions and of the layers ``Conv1D`` of GPT-2.
+    """
+    second = {
+        id(module.weight)
+        for module in network.modules()
+        if isinstance(module, _TRANSPOSED) or (type(module).__name__ == "Conv1D" and hasattr(module, "weight"))
+    }
+    return {
+        name: int(id(own) in second)
+        for name, own in network.named_parameters()
+        if own.is_floating_point() and sum(size > 1 for size in own.shape) > 1
+    }
+
+
+def rounded(weight: Tensor, bits: int, axis: int | None = None, largest: Tensor | None = None) -> Tensor:
+    """Round numbers to the nearest of few bits, with a straight-through derivative.
+
+    Rounding itself counts as the identity (Bengio et al. 2013, arXiv 1308.3432), and the step is differentiated as in
+    LSQ (Esser et al. 2020, arXiv 1902.08153), through the largest number.
+
+    Args:
+        weight: Any shape.
+        bits: Number of bits, >= 2.
+        axis: Each entry of this axis has its own range; None for one range.
+        largest: The range; larger numbers are clipped. None: the largest magnitude.
+
+    Returns:
+        Multiples of the step, in the same shape and dtype.
+    """
+    if largest is None:
+        axes = [other for other in range(weight.ndim) if other != axis]
+        largest = weight.abs().amax(axes, keepdim=True) if axes else weight.abs()
+    else:
+        weight = weight.clamp(-largest, largest)
+    step = largest / (2 ** (bits - 1) - 1)
+    step = torch.where(step > 0, step, 1.0)
+    with torch.no_grad():
+        ratio = weight / step
+        whole = ratio.round()
+        result, rest = whole * step, whole - ratio
+    # The value is exactly that of the result: the differences are 0 and bear the derivative.
+    return result + (weight - weight.detach()) + rest * (step - step.detach())
+
+
+def kept(weight: Tensor, fraction: float) -> Tensor:
+    """Return a mask of the weights that pruning by magnitude keeps; of the same shape, bool."""
+    mask = torch.ones(weight.numel(), dtype=torch.bool, device=weight.device)
+    smallest = weight.detach().abs().reshape(-1).argsort(stable=True)
+    mask[smallest[: round(fraction * weight.numel())]] = False
+    return mask.view(weight.shape)
+
+
+def listed(data: Any) -> list[Any]:
+    """Return the batches of data: of one batch, or of an iterable of them.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if data is None:
+        raise ValueError("data are missing; pass a batch of inputs, or an iterable of batches.")
+    batches = [data] if isinstance(data, (Tensor, Call, Mapping, tuple)) else list(data)
+    if not batches:
+        raise ValueError("data hold no batch; expected at least one.")
+    return batches
+
+
+class InputMode(TorchFunctionMode):
+    """Shows the inputs of linear maps and convolutions to a function, and lets it replace them.
+
+    Layers ``nn.MultiheadAttention`` show queries, keys and values, but not the inputs of their last map.
+
+    Args:
+        see: Maps the input, the weight, and the input's axis of features (from the end) to the new input. The weight is
+            None for ``nn.MultiheadAttention``.
+    """
+
+    def __init__(self, see: Callable[[Tensor, Tensor | None, int], Tensor]) -> None:
+        super().__init__()
+        self._see = see
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        given, keywords = list(args), dict(kwargs or {})
+        if function is functional.multi_head_attention_forward:
+            given[:3] = [self._see(own, None, -1) for own in given[:3]]
+        elif function in _LINEAR:
+            at, weight, axis = _LINEAR[function]
+            names = ("input", "mat1")
+            where = next((name for name in names if name in keywords), None)
+            holder: Any = given if where is None else keywords
+            place: Any = at if where is None else where
+            other = given[weight] if len(given) > weight else keywords.get("weight", keywords.get("mat2"))
+            holder[place] = self._see(holder[place], other, axis)
+        return function(*given, **keywords)
+
+
+class RoundedInputs(InputMode):
+    """Rounds the inputs of linear maps and convolutions, with one range for each call of one of these.
+
+    Args:
+        bits: Number of bits, >= 2.
+        ranges: The ranges in the order of the calls; None for the largest value of each input.
+
+    Attributes:
+        seen: The ranges of the calls.
+    """
+
+    def __init__(self, bits: int, ranges: list[Tensor] | None = None) -> None:
+        super().__init__(self._rounded)
+        self.bits, self.ranges, self.seen = bits, ranges, list[Tensor]()
+
+    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int) -> Tensor:
+        if not inputs.is_floating_point():
+            return inputs
+        number = len(self.seen)
+        self.seen.append(inputs.detach().abs().amax())
+        if self.ranges is None:
+            return rounded(inputs, self.bits)
+        if number >= len(self.ranges):
+            raise ValueError(
+                f"the network calls more linear maps than the {len(self.ranges)} of the data that gave the ranges of "
+                "its activations; pass data of the same kind, or none."
+            )
+        return rounded(inputs, self.bits, largest=self.ranges[number].to(inputs))
+
+
+class _Hooks:
+    """Rounds activations within the calls of a network.
+
+    Args:
+        bits: Number of bits.
+        ranges: See :class:`RoundedInputs`.
+    """
+
+    def __init__(self, bits: int, ranges: list[Tensor] | None) -> None:
+        self.bits, self.ranges, self._open = bits, ranges, list[RoundedInputs]()
+
+    def before(self, network: nn.Module, arguments: Any) -> None:
+        """Begin to round."""
+        self._open.append(RoundedInputs(self.bits, self.ranges))
+        self._open[-1].__enter__()
+
+    def after(self, network: nn.Module, arguments: Any, output: Any) -> None:
+        """End to round; also after an error."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
+    """Return the largest input of each linear map on data."""
+    found: list[Tensor] = []
+    with torch.no_grad(), evaluating(network), twice_differentiable():
+        for batch in listed(data):
+            with RoundedInputs(bits) as mode:
+                call_of(batch).run(network)
+            if found and len(found) != len(mode.seen):
+                raise ValueError("the network calls other linear maps on each batch; expected the same ones.")
+            found = [torch.maximum(one, two) for one, two in zip(found or mode.seen, mode.seen, strict=True)]
+    return found
+
+
+def inputs_seen(
+    network: nn.Module, data: Iterable[Any], measure: Callable[[Tensor], Tensor], join: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Measure the inputs of each linear map and convolution on data, by feature.
+
+    Args:
+        network: In evaluation mode meanwhile. Not changed.
+        data: Batches.
+        measure: Maps inputs of shape (positions, features) to one number per feature.
+        join: Joins the measures of two calls.
+
+    Returns:
+        By the name of the weight; each of shape (features,).
+    """
+    names = {own.data_ptr(): name for name, own in network.named_parameters()}
+    found: dict[str, Tensor] = {}
+
+    def see(inputs: Tensor, weight: Tensor | None, axis: int) -> Tensor:
+        name = None if weight is None else names.get(weight.data_ptr())
+        if name is not None:
+            own = measure(inputs.detach().movedim(axis, -1).flatten(0, -2))
+            found[name] = own if name not in found else join(found[name], own)
+        return inputs
+
+    with torch.no_grad(), evaluating(network), twice_differentiable():
+        for batch in data:
+            with InputMode(see):
+                call_of(batch).run(network)
+    return found

@@ -1,0 +1,309 @@
+"""Objectives over orbits: they agree with written networks, with differences, and with plain second computations."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from lightning_sym.networks import VisionTransformer
+from lightning_sym.orbit import (
+    cross_layer_equalization,
+    gradient_norm,
+    minimize_on_orbit,
+    path_norm,
+    prune_by_magnitude,
+    prune_by_wanda,
+    quantization_error,
+    round_to_nearest,
+    sharpness,
+    smooth_quant,
+    sparsity,
+    weight_norm,
+)
+from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.view import View
+from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.tracing.capture import state_tensors
+
+
+def mlp():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    return network, (torch.randn(12, 6).double(), torch.arange(12) % 4)
+
+
+def cnn():
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(20, 4)
+    ).double()
+    network[1].running_mean.normal_()
+    network[1].running_var.uniform_(0.5, 2)
+    return network.eval(), (torch.randn(8, 2, 6, 6).double(), torch.arange(8) % 4)
+
+
+def vit():
+    torch.manual_seed(0)
+    options = {"in_channels": 1, "image_size": 8, "num_classes": 4, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
+    network = VisionTransformer(**options, mlp_ratio=2, norm="rms", positions="rotary").double().eval()
+    return network, (torch.randn(6, 1, 8, 8).double(), torch.arange(6) % 4)
+
+
+CASES = {"mlp": mlp, "cnn": cnn, "vit": vit}
+
+
+def seen(network, parameters=None):
+    own = {name: tensor.detach().clone().requires_grad_() for name, tensor in network.named_parameters()}
+    return View(network, own | (parameters or {}), dict(network.named_buffers()))
+
+
+def relative_error(changed, network, inputs):
+    with torch.no_grad():
+        return float((changed(inputs) - network(inputs)).square().sum() / network(inputs).square().sum())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("activations", [None, 5])
+def test_error_of_rounding_is_that_of_the_written_network_anywhere_on_the_orbit(case, granularity, activations):
+    network, (inputs, _) = CASES[case]()
+    symmetry = trace_symmetry(network, inputs)
+    member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network)
+    objective = quantization_error(3, granularity, activations)
+    value = float(objective.begun(seen(network), [inputs])(seen(member), inputs))
+    for data in (None, inputs):
+        written = round_to_nearest(member, 3, granularity, activations=activations, data=data)
+        assert abs(value - relative_error(written, network, inputs)) < 1e-9 * value
+    assert value > 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_error_of_pruning_is_that_of_the_written_network(case):
+    network, (inputs, _) = CASES[case]()
+    value = float(sparsity(0.6).begun(seen(network), [inputs])(seen(network), inputs))
+    assert abs(value - relative_error(prune_by_magnitude(network, 0.6), network, inputs)) < 1e-12
+    assert value > 1e-3
+
+
+def test_many_bits_and_no_pruning_change_nothing():
+    network, (inputs, _) = mlp()
+    view = seen(network)
+    assert float(quantization_error(16)(view, inputs)) < 1e-7
+    assert float(quantization_error(16, activations=16)(view, inputs)) < 1e-7
+    assert float(sparsity(0.0)(view, inputs)) == 0
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_rounded_weights_are_few_multiples_of_a_step_and_vectors_stay(granularity):
+    network, _ = cnn()
+    for bits in (2, 4):
+        result = round_to_nearest(network, bits, granularity)
+        for (name, before), after in zip(network.named_parameters(), result.parameters(), strict=True):
+            if before.ndim < 2:
+                assert torch.equal(before, after), name
+                continue
+            for old, row in zip(before, after, strict=True) if granularity == "channel" else [(before, after)]:
+                assert len(row.unique()) <= 2**bits - 1
+                step = old.abs().max() / (2 ** (bits - 1) - 1)
+                assert float((row - old).abs().max()) <= float(step) / 2 * (1 + 1e-12)
+                assert float((row / step - (row / step).round()).abs().max()) < 1e-12
+
+
+def test_clipped_activations_stay_within_the_ranges_of_the_data():
+    network, (inputs, _) = mlp()
+    result = round_to_nearest(network, 16, activations=16, data=inputs)
+    assert relative_error(result, network, inputs) < 1e-7
+    assert relative_error(result, network, 10 * inputs) > 1e-3
+    dynamic = round_to_nearest(network, 16, activations=16)
+    assert relative_error(dynamic, network, 10 * inputs) < 1e-7
+
+
+def test_pruning_of_all_tensors_together_takes_the_smallest_weights():
+    network, _ = mlp()
+    pruned = prune_by_magnitude(network, 0.5, scope="global")
+    before = torch.cat([own.abs().reshape(-1) for own in network.parameters() if own.ndim > 1])
+    after = torch.cat([own.abs().reshape(-1) for own in pruned.parameters() if own.ndim > 1])
+    assert int((after == 0).sum()) == len(before) // 2
+    assert float(before[after == 0].max()) <= float(before[after != 0].min())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        weight_norm(),
+        weight_norm(3),
+        gradient_norm("cross_entropy"),
+        sharpness("cross_entropy"),
+        sharpness("cross_entropy", probes=3),
+        sharpness("cross_entropy", "top"),
+    ],
+    ids=["norm", "cubes", "gradient", "trace", "probes", "top"],
+)
+def test_derivative_by_the_group_agrees_with_differences(case, objective):
+    network, batch = CASES[case]()
+    symmetry = trace_symmetry(network, batch[0])
+    directions = OrbitDirections(symmetry)
+    state, generator = state_tensors(network), torch.Generator().manual_seed(2)
+    names = dict(network.named_parameters())
+
+    def view_at(coordinates):
+        moved = symmetry.act_on(directions.element(coordinates), state)
+        leaves = {name: own.detach().clone().requires_grad_() for name, own in moved.items() if own.is_floating_point()}
+        own = {**moved, **leaves}
+        return View(network, {n: own[n] for n in names}, {n: own[n] for n in own if n not in names}), leaves
+
+    for name, zero in directions.zeros().items():
+        direction = torch.randn(zero.shape, generator=generator, dtype=torch.float64)
+        if name.startswith("rotation"):
+            direction = direction - direction.mT
+        sides = []
+        for sign in (1, -1):
+            here, _ = view_at({**directions.zeros(), name: sign * 1e-5 * direction})
+            sides.append(float(objective(here, batch).detach()))
+        view, leaves = view_at(directions.zeros())
+        value = objective(view, batch)
+        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        slopes = {each: own for each, own in zip(leaves, found, strict=True) if own is not None}
+        pulled = directions.pulled_back(symmetry.tensors(network), slopes)[name]
+        expected, difference = float((pulled * direction).sum()), (sides[0] - sides[1]) / 2e-5
+        assert abs(expected - difference) < 1e-6 * max(1, abs(float(value))), (name, expected, difference)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hand_made_elements_keep_the_function(case):
+    network, (inputs, _) = CASES[case]()
+    symmetry = trace_symmetry(network, inputs)
+    for element in (cross_layer_equalization(symmetry, network), smooth_quant(symmetry, network, inputs)):
+        moved = symmetry.act(element, network)
+        assert relative_error(moved, network, inputs) < 1e-24
+        assert not torch.equal(moved(inputs), network(inputs))
+
+
+@pytest.mark.parametrize("between", [nn.ReLU(), nn.Identity()], ids=["scales", "matrices"])
+def test_equalised_layers_have_equal_ranges_for_each_unit(between):
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 9), between, nn.Linear(9, 7), between, nn.Linear(7, 3)).double()
+    symmetry = trace_symmetry(network, torch.randn(3, 6).double())
+    equal = symmetry.act(cross_layer_equalization(symmetry, network), network)
+    for first, second in ((0, 2), (2, 4)):
+        incoming, outgoing = equal[first].weight.abs().amax(1), equal[second].weight.abs().amax(0)
+        assert torch.allclose(incoming, outgoing, rtol=1e-10)
+
+
+def test_smooth_quant_splits_the_range_of_activations_as_by_hand():
+    network, (inputs, _) = mlp()
+    symmetry = trace_symmetry(network, inputs)
+    moved = symmetry.act(smooth_quant(symmetry, network, inputs, alpha=0.3), network)
+    hidden = network[:2](inputs)
+    scale = hidden.amax(0) ** 0.3 / network[2].weight.abs().amax(0) ** 0.7
+    scale = torch.where(hidden.amax(0) > 0, scale, 1.0)
+    assert torch.allclose(moved[:2](inputs), hidden / scale, rtol=1e-10)
+
+
+def test_smooth_quant_moves_ranges_into_the_readers_of_a_norm():
+    network, (inputs, _) = vit()
+    symmetry = trace_symmetry(network, inputs)
+    moved = symmetry.act(smooth_quant(symmetry, network, inputs, alpha=1.0), network)
+    seen_by = {}
+    moved.blocks[0].mlp.register_forward_pre_hook(lambda module, given: seen_by.update(x=given[0]))
+    moved(inputs)
+    largest = seen_by["x"].abs().flatten(0, -2).amax(0)
+    assert torch.allclose(largest, torch.ones_like(largest))
+
+
+def test_wanda_as_by_hand_on_a_small_layer():
+    layer = nn.Linear(4, 2, bias=False)
+    layer.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0], [4.0, -3.0, 2.0, 1.0]])
+    inputs = torch.tensor([[3.0, 1.0, 1.0, 0.1], [4.0, 0.0, 1.0, 0.0]])  # norms 5, 1, 1.41, 0.1
+    pruned = prune_by_wanda(layer, inputs, 0.5)
+    assert pruned.weight.tolist() == [[1.0, 0.0, 3.0, 0.0], [4.0, -3.0, 0.0, 0.0]]
+
+
+def test_wanda_takes_the_norms_of_channels_of_grouped_convolutions():
+    torch.manual_seed(0)
+    layer, inputs = nn.Conv2d(4, 6, 3, groups=2, bias=False), torch.randn(2, 4, 5, 5)
+    norms = inputs.square().sum((0, 2, 3)).sqrt()
+    pruned = prune_by_wanda(layer, inputs, 0.5)
+    for row in range(6):
+        channels = slice(0, 2) if row < 3 else slice(2, 4)
+        scores = layer.weight[row].abs() * norms[channels, None, None]
+        zero = pruned.weight[row] == 0
+        assert int(zero.sum()) == 9
+        assert float(scores[zero].max()) < float(scores[~zero].min())
+
+
+def test_path_norm_is_the_sum_over_paths():
+    network, batch = mlp()
+    first, second, third = (network[place] for place in (0, 2, 4))
+    for power in (1, 2):
+        paths = first.weight.abs().pow(power).sum(1) + first.bias.abs().pow(power)
+        for layer in (second, third):
+            paths = layer.weight.abs().pow(power) @ paths + layer.bias.abs().pow(power)
+        objective = path_norm(power).begun(seen(network), [batch])
+        assert torch.allclose(objective(seen(network), batch), paths.sum(), rtol=1e-12)
+    symmetry = trace_symmetry(network, batch[0])
+    member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
+    assert torch.allclose(objective(seen(member), batch), paths.sum(), rtol=1e-10)
+
+
+def test_gradient_norm_and_curvature_agree_with_dense_derivatives():
+    network, (inputs, targets) = mlp()
+    own = {name: tensor.detach() for name, tensor in network.named_parameters()}
+    sizes = [tensor.numel() for tensor in own.values()]
+
+    def outputs(flat):
+        parts = flat.split(sizes)
+        placed = {name: part.view(own[name].shape) for name, part in zip(own, parts, strict=True)}
+        return functional_call(network, placed, (inputs,))
+
+    flat = torch.cat([tensor.reshape(-1) for tensor in own.values()])
+    jacobian = torch.autograd.functional.jacobian(outputs, flat)
+    gradient = torch.func.grad(lambda own: functional.cross_entropy(outputs(own), targets))(flat)
+    shares = outputs(flat).softmax(1)
+    inner = torch.diag_embed(shares) - shares[:, :, None] * shares[:, None]
+    matrix = torch.einsum("nkp,nkl,nlq->pq", jacobian, inner, jacobian) / len(inputs)
+    hessian = torch.func.hessian(lambda own: functional.cross_entropy(outputs(own), targets))(flat)
+    view, batch = seen(network), (inputs, targets)
+    for power in (1, 2, 4):
+        expected = gradient.abs().pow(power).sum()
+        assert torch.allclose(gradient_norm(p=power)(view, batch), expected, rtol=1e-10)
+    assert torch.allclose(sharpness()(view, batch), matrix.trace(), rtol=1e-10)
+    assert torch.allclose(matrix.trace(), hessian.trace(), rtol=1e-10)  # piecewise linear in each weight
+    assert torch.allclose(sharpness(kind="top")(view, batch), torch.linalg.eigvalsh(matrix)[-1], rtol=1e-8)
+    estimate = float(sharpness(probes=400)(view, batch))
+    assert abs(estimate / float(matrix.trace()) - 1) < 0.1
+
+
+@pytest.mark.parametrize("case", ["mlp", "vit"])
+def test_descents_lower_the_error_of_written_networks(case):
+    network, (inputs, _) = CASES[case]()
+    symmetry = trace_symmetry(network, inputs)
+    network = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
+    cases = [
+        (quantization_error(3), lambda one: round_to_nearest(one, 3)),
+        (quantization_error(3, "channel", 6), lambda one: round_to_nearest(one, 3, "channel", activations=6)),
+    ]
+    if case == "vit":  # with the mask held, the error has no derivative by scales
+        cases.append((sparsity(0.6), lambda one: prune_by_magnitude(one, 0.6)))
+    for objective, change in cases:
+        found = minimize_on_orbit(symmetry, network, objective, data=inputs, max_steps=60, lr=0.03)
+        assert found.change < 1e-12
+        assert found.after < 0.8 * found.before
+        for value, one in ((found.before, network), (found.after, found.network)):
+            assert abs(value - relative_error(change(one), network, inputs)) < 1e-9 * value
+
+
+def test_objectives_of_weights_alone_move_no_scales_unless_asked():
+    network, (inputs, _) = mlp()
+    symmetry = trace_symmetry(network, inputs)
+    for objective in (quantization_error(4, kind="range"), sparsity(kind="l1")):
+        assert "scales" not in objective.factors
+        found = minimize_on_orbit(symmetry, network, objective, factors="scales", max_steps=40)
+        assert found.after < found.before
+    network, (inputs, _) = vit()
+    symmetry = trace_symmetry(network, inputs)
+    found = minimize_on_orbit(symmetry, network, quantization_error(4, kind="range"), max_steps=20)
+    assert not bool(found.element.log_scale.any())
+    assert found.after < found.before

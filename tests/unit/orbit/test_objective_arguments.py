@@ -1,0 +1,82 @@
+"""Objectives, rounding and pruning refuse arguments that they cannot mean, in one sentence."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sym.orbit import (
+    OBJECTIVES,
+    minimize_on_orbit,
+    objective_named,
+    prune_by_magnitude,
+    prune_by_wanda,
+    quantization_error,
+    round_to_nearest,
+    smooth_quant,
+)
+from lightning_sym.symmetry import trace_symmetry
+
+LAYER = nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quantization_error(1), "bits must be an integer >= 2, got 1"),
+        (lambda: quantization_error(2.5), "bits must be an integer >= 2, got 2.5"),
+        (lambda: quantization_error(4, "row"), 'granularity must be "tensor" or "channel"'),
+        (lambda: quantization_error(4, activations=1), "activations must be an integer >= 2"),
+        (lambda: quantization_error(kind="weights"), 'kind must be "output" or "range"'),
+        (lambda: quantization_error(activations=8, kind="range"), "leave activations out"),
+        (lambda: objective_named("sparsity", fraction=1.0), r"fraction must be a number in \[0, 1\), got 1.0"),
+        (lambda: objective_named("sparsity", fraction=-0.1), r"fraction must be a number in \[0, 1\), got -0.1"),
+        (lambda: objective_named("sparsity", kind="l2"), 'kind must be "output" or "l1"'),
+        (lambda: objective_named("weight_norm", p=0), "p must be a number > 0, got 0"),
+        (lambda: objective_named("weight_nrm"), "Did you mean 'weight_norm'"),
+        (lambda: objective_named("sparsity", fracton=0.5), "Did you mean 'fraction'"),
+        (lambda: objective_named("gradient_norm", loss="crossentropy"), "Did you mean 'cross_entropy'"),
+        (lambda: objective_named("sharpness", kind="largest"), 'kind must be "trace" or "top"'),
+        (lambda: objective_named("sharpness", kind="top", probes=3), "leave these out"),
+        (lambda: objective_named("sharpness", probes=0), "probes must be an integer >= 1"),
+        (lambda: round_to_nearest(LAYER, 1), "bits must be an integer >= 2, got 1"),
+        (lambda: round_to_nearest(LAYER, 4, "row"), "granularity"),
+        (lambda: round_to_nearest(LAYER, 4, activations=8, data=[]), "data hold no batch"),
+        (lambda: prune_by_magnitude(LAYER, 1.0), "fraction"),
+        (lambda: prune_by_magnitude(LAYER, 0.5, scope="layer"), 'scope must be "tensor" or "global"'),
+        (lambda: prune_by_wanda(LAYER, torch.randn(2, 4), 1.5), "fraction"),
+        (lambda: prune_by_wanda(LAYER, None, 0.5), "data are missing"),
+        (lambda: prune_by_wanda(LAYER, [], 0.5), "data hold no batch"),
+    ],
+)
+def test_arguments_out_of_range(call, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_objectives_on_data_ask_for_these():
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 4).double())
+    for name in ("gradient_norm", "sharpness", "quantization_error", "sparsity", "path_norm"):
+        with pytest.raises(ValueError, match="needs data"):
+            minimize_on_orbit(symmetry, network, objective_named(name))
+    for name in ("gradient_norm", "sharpness"):
+        with pytest.raises(ValueError, match="no targets"):
+            minimize_on_orbit(symmetry, network, objective_named(name), data=torch.randn(2, 4).double())
+    with pytest.raises(ValueError, match="alpha must be a number in"):
+        smooth_quant(symmetry, network, torch.randn(2, 4), alpha=2)
+    with pytest.raises(ValueError, match="data are missing"):
+        smooth_quant(symmetry, network, None)
+
+
+def test_path_norms_refuse_networks_that_are_not_of_relu():
+    for between in (nn.Tanh(), nn.LayerNorm(3), nn.BatchNorm1d(3)):
+        network = nn.Sequential(nn.Linear(4, 3), between, nn.Linear(3, 2)).double()
+        symmetry = trace_symmetry(network, torch.randn(2, 4).double())
+        with pytest.raises(ValueError, match="path norms are of linear maps and ReLU"):
+            minimize_on_orbit(symmetry, network, objective_named("path_norm"), data=torch.randn(2, 4).double())
+
+
+def test_every_objective_is_built_from_its_defaults():
+    for name, build in OBJECTIVES.items():
+        assert type(build()) is type(objective_named(name))
