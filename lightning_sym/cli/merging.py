@@ -216,6 +216,7 @@ def run(asked: Asked) -> None:
     if config is not None and config.data is not None and named is None:
         named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
     data = None if named is None else construct(*named, lightning_sym.datamodules, "data")()
+    identity = None if data is None else data.identity()  # reads the data, which tell whether targets are numbers
     loss = SquaredDistance() if getattr(data, "regression", False) else None
     options: dict[str, Any] = {
         "align_only": asked.align_only,
@@ -250,8 +251,8 @@ def run(asked: Asked) -> None:
             found = merge_checkpoints(
                 asked.files, asked.out, base=asked.base, method=asked.method, **options, **asked.settings
             )
-    if data is not None:
-        about["data"] = data.identity()
+    if identity is not None:
+        about["data"] = identity
     _report(asked, found, about, None if loss is None else "mean squared distance")
 
 

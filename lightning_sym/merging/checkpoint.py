@@ -316,7 +316,7 @@ class Checkpoint:
             if not further:
                 write_single(out, planned[file], metadata[file])
                 return out
-            with new_folder(out.absolute().parent, [*further, out.name]) as scratch:
+            with new_folder(out.parent, [*further, out.name]) as scratch:
                 write_files(scratch, {out.name: planned[file]}, {out.name: metadata[file]})
                 for name, write in further.items():
                     write(scratch / name)

@@ -19,6 +19,7 @@ _NOT_COPIED = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ot"),
     *("*.onnx", "*.onnx_data", "*.tflite", "*.npz", "*.pkl", "*.distcp", "adapter_config.json", "readme.md", "*.tmp"),
     *("trainer_state.json", "optimizer*", "scheduler*", "rng_state*", "events.out.tfevents*", "zero_to_fp32.py"),
+    *("history.csv", "report.json"),  # of a reparametrized model
 )
 _FOLDERS_NOT_COPIED = ("checkpoint-*", "global_step*", "runs", "onnx", "openvino", "original", "__pycache__")
 # Settings of a configuration that are independent of the architecture.

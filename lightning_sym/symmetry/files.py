@@ -358,7 +358,7 @@ def new_folder(out: Path, names: Sequence[str] = ()) -> Iterator[Path]:
         if isinstance(error, OSError):
             where = None if error.filename is None else Path(error.filename)
             if where is None or scratch in (where, *where.parents) or where in (out, base, *made):
-                raise not_written(out, error) from error
+                raise not_written(out / names[-1] if names else out, error) from error
         raise  # of a file that is read
 
 
