@@ -1,4 +1,4 @@
-"""``lightning-sym reparametrize``: other weights with the same function, at which an objective is least.
+"""``lightning-sym reparametrize``: minimise an objective of weights without changing the network's function.
 
 This module reads the options without importing torch.
 """
@@ -20,35 +20,39 @@ USAGE = (
     "[--network NETWORK] [--data DATAMODULE] [--factors scales,rotations]"
 )
 NEEDS = "lightning_sym.models"  # imports PyTorch
-# The names, and the kinds of coordinates, are repeated here so that misspelt ones do not wait for PyTorch.
+# The names are repeated here so that misspelt ones do not wait for PyTorch.
 OBJECTIVES = ("quantization_error", "sparsity", "weight_norm", "path_norm", "gradient_norm", "sharpness")
-FACTORS = ("all", "scales", "cells", "rotations", "phases", "shifts", "tilts")
+FACTORS = ("all", "scales", "cells", "gained", "rotations", "phases", "shifts", "tilts")
 STARTS = ("balanced", "hadamard")
 HELP = f"""{USAGE}
 
 Moves a checkpoint along the orbit of its network's symmetry group until an objective of its weights is least. The
-function stays the same, which is checked before anything is written; no list of layers is needed.
+function stays the same, which is verified before anything is written; no list of layers is needed.
 
   CHECKPOINT           a state dict, Lightning checkpoint, .safetensors, an index of shards, or a folder of transformers
-                       (config.json beside weights); nothing in it is run
+                       (config.json beside weights); no code in it is run
   --out OUT            a new .safetensors, or a new folder for an index or a folder, with its other files. Names, types
-                       and shards are those of CHECKPOINT. Beside the weights: element.safetensors, history.csv,
-                       report.json (of moved.safetensors: moved.element.safetensors, ...)
+                       and shards are those of CHECKPOINT. The folder also gets element.safetensors, history.csv and
+                       report.json; for moved.safetensors these are moved.element.safetensors and so on
 
-  --objective NAME     with --objective.OPTION for its options, or a class of yours by its full path:
+  --objective NAME     with --objective.OPTION for its options; also a class by its full path:
     quantization_error   --objective.bits 4, .granularity tensor|channel, .activations 8, .kind output|range
     sparsity             --objective.fraction 0.5, .kind output|l1
-    weight_norm          --objective.p 2; likewise path_norm, gradient_norm (with .loss cross_entropy|mse)
-    sharpness            --objective.kind trace|top, .loss cross_entropy|mse
+    weight_norm          --objective.p 2
+    path_norm            --objective.p 2
+    gradient_norm        --objective.p 2, .loss cross_entropy|mse
+    sharpness            --objective.kind trace|top, .loss cross_entropy|mse, .probes 10
   --apply ELEMENT      instead: apply the element.safetensors of another checkpoint of the same architecture, or of the
                        folder that holds it; --inverse applies its inverse
 
   --data DATAMODULE    inputs of the objective, and losses before and after on the test data; --data.ARGUMENT for its
-                       arguments. "random" draws inputs for the network. Without: range, l1, weight_norm, path_norm
+                       arguments. "random" draws inputs for the network. Only weight_norm and the kinds range and l1
+                       need none
   --samples 256        number of training inputs, drawn at random, or of random inputs
-  --factors LIST       what moves: {", ".join(FACTORS)}; default: as the objective says
-  --start WHERE        balanced (least norm by scales and matrices) or hadamard (streams rotated); default: as given
-  --budget 3           bound on logarithms of scales and condition numbers; --maximize needs one (default 3 then)
+  --factors LIST       coordinates to move: {", ".join(FACTORS)},
+                       or patterns of axis groups as `lightning-sym symmetry` names them; default: by the objective
+  --start WHERE        balanced (least norm by scales and matrices) or hadamard (rotated streams); default: as given
+  --budget 3           bound on logarithms of scales and condition numbers; --maximize uses 3 by default
   --max_steps 200      most steps; --lr 0.02 of Adam, which minimises rounded objectives
 
   --network NETWORK    for files: torchvision:resnet18, timm:NAME, transformers:path/to/config.json, or a class by its
@@ -141,7 +145,7 @@ def read_options(args: Sequence[str]) -> Asked:
     if "start" in given:
         settings["start"] = _word("start", given["start"], STARTS)
     if "factors" in given:
-        settings["factors"] = [_word("factors", name, FACTORS) for name in _listed(given["factors"])]
+        settings["factors"] = _listed(given["factors"])
     return Asked(
         checkpoint=files[0],
         out=Path(str(given["out"])),
@@ -196,6 +200,7 @@ def run(asked: Asked) -> None:
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.models import build_light, build_model, construct, example_of
     from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint
+    from lightning_sym.orbit.objectives import cross_entropy
     from lightning_sym.tasks import SquaredDistance
 
     is_random = asked.data == "random"
@@ -216,7 +221,7 @@ def run(asked: Asked) -> None:
     if data is not None:
         batch = calibration_batch(data.curvature_dataloader(), asked.samples, asked.seed)
         about |= {"data": identity, "samples": len(batch[0])}
-        options |= {"test": data.test_dataloader(), "loss": SquaredDistance() if regression else None}
+        options |= {"test": data.test_dataloader(), "loss": SquaredDistance() if regression else cross_entropy}
     elif is_random:
         batch = example_of(model, asked.shape, asked.tokens, asked.samples)
         about |= {"data": "random", "samples": asked.samples}
@@ -261,15 +266,15 @@ class _Made:
     options: Mapping[str, Any]
 
     def compressed(self, batch: Any) -> dict[str, Any]:
-        """Return what the objective prepares a network for: its name, and a function from networks to networks."""
+        """Return the compression that the objective prepares networks for, by name; none for other objectives."""
         from lightning_sym.orbit.rounding import prune_by_magnitude, round_to_nearest
 
         own = self.options
         if self.name == "quantization_error":
             settings = {key: own[key] for key in ("bits", "granularity", "activations")}
-            activations = f", activations to {own['activations']}" if own["activations"] else ""
+            activations = f", {own['activations']}-bit activations" if own["activations"] else ""
             change: Any = functools.partial(round_to_nearest, **settings, data=batch if activations else None)
-            return {f"weights rounded to {own['bits']} bits{activations}": change}
+            return {f"{own['bits']}-bit weights{activations}": change}
         if self.name == "sparsity":
             return {f"{own['fraction']:.0%} pruned": functools.partial(prune_by_magnitude, fraction=own["fraction"])}
         return {}

@@ -51,7 +51,7 @@ class ReparametrizedCheckpoint:
         converged: Whether the derivative fell below the tolerance.
         seconds: Duration of the move, without reading, tracing, tests and writing.
         losses: Loss, and accuracy or None, on the test data by network. None without test data.
-        notes: Omissions, and what was held.
+        notes: Omissions, and coordinates that were held.
     """
 
     out: Path
@@ -91,7 +91,7 @@ def reparametrize_checkpoint(
 
     The symmetry is traced on the network. The result computes the same function; this is verified in float64 before
     anything is written. Beside the weights it writes the element (not if one was applied), the steps ``history.csv``
-    and ``report.json``: in a folder under these names, beside a file ``moved.safetensors`` as
+    and ``report.json``. In a folder these are the names; for ``moved.safetensors`` the names are
     ``moved.element.safetensors``, ``moved.history.csv`` and ``moved.report.json``. All files appear, or none.
 
     Args:
@@ -108,8 +108,8 @@ def reparametrize_checkpoint(
         data: Batches for the objective, as :func:`minimize_on_orbit` takes them.
         test: Test batches ``(inputs, targets)`` that can be read several times, for losses before and after.
         loss: As for :func:`lightning_sym.connectivity.barrier`.
-        compressed: Changes of networks whose losses are measured before and after as well, by name, such as
-            :func:`round_to_nearest`.
+        compressed: Changes of networks by name, such as :func:`round_to_nearest`; losses of both networks are measured
+            after each.
         prefix: Prefix of the weights' names, where several prefixes fit.
         ignore: Patterns of names of tensors that are copied unchanged.
         about: Entries of the report that describe objective, data and settings.
@@ -160,7 +160,7 @@ def reparametrize_checkpoint(
     written = _as_written(read, tensors)
     minimum = result if isinstance(result, OrbitMinimum) else None
     if minimum is not None and not abs(minimum.after - minimum.before) > 1e-9 * abs(minimum.before):
-        notes = (*notes, "the objective did not change: what moves has no effect on it, or it is at a minimum already")
+        notes = (*notes, "the objective did not change: it is at a minimum, or independent of all coordinates")
     reparametrized = ReparametrizedCheckpoint(
         out=out,
         symmetry=symmetry,
@@ -239,7 +239,7 @@ def _element_in(path: Path) -> Path:
 
 
 def _beside(out: Path, name: str) -> str:
-    """Return the name of a further file: in a folder its own, beside a file with that file's name in front."""
+    """Return the name of a further file, which begins with the name of the weights unless these are in a folder."""
     return f"{out.stem}.{name}" if out.suffix == ".safetensors" else name
 
 
@@ -301,7 +301,7 @@ def _table(history: Sequence[OrbitStep]) -> str:
 
 def _card(title: str, source: str, report: Mapping[str, Any], minimum: OrbitMinimum | None) -> str:
     """Return the text of README.md."""
-    changes = f"{report['change']:.1e} in float64, {report['change_as_written']:.1e} with weights as they are stored"
+    changes = f"{report['change']:.1e} in float64, {report['change_as_written']:.1e} with stored weights"
     lines = [
         f"# {title}",
         "",

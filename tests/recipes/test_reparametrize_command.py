@@ -230,10 +230,10 @@ def test_networks_on_data_are_rounded_before_and_after() -> None:
     assert found["data"]["class_path"].endswith("DigitsDataModule")
     rows = {row["weights"]: row for row in found["test"]}
     given, moved, given_rounded, moved_rounded = rows.values()
-    assert list(rows)[2:] == [f"{name}, weights rounded to 2 bits" for name in ("as given", "reparametrized")]
+    assert list(rows)[2:] == [f"{name}, 2-bit weights" for name in ("as given", "reparametrized")]
     assert given["loss"] == pytest.approx(moved["loss"], rel=1e-4)
     assert moved_rounded["accuracy"] > given_rounded["accuracy"] + 0.05
-    assert "weights rounded to 2 bits" in result.out
+    assert "2-bit weights" in result.out
     # What was written is what was measured.
     again = perceptron()
     again.load_state_dict(load_file("moved.safetensors"))
@@ -348,7 +348,6 @@ def test_help_names_all_objectives_and_kinds_and_fits_on_a_screen() -> None:
         ("a --out=m", "Expected --objective or --apply, and not both."),
         ("a --out=m --objective=weight_norm --apply=e", "Expected --objective or --apply, and not both."),
         ("a --out=m --objective=quantisation_error", "Did you mean 'quantization_error'?"),
-        ("a --out=m --objective=weight_norm --factors=scales,rotation", "Did you mean 'rotations'?"),
         ("a --out=m --objective=weight_norm --start=hadamad", "Did you mean 'hadamard'?"),
         ("a --out=m --objective=weight_norm --max_step=3", "reparametrize has no option 'max_step'. Did you mean"),
         ("a --out=m --objective=weight_norm --max_steps=-3", "--max_steps takes a whole number >= 0, got -3."),
@@ -383,6 +382,7 @@ def test_misspelt_objectives_do_not_wait_for_torch() -> None:
         ("a.pt --objective=quantization_error --objective.bits=1 --data=random", "bits must be an integer >= 2, got 1"),
         ("a.pt --objective=gradient_norm --data=random", "the batch holds no targets"),
         ("a.pt --objective=weight_norm --factors=rotations", "'rotations'; expected one of: all, scales"),
+        ("a.pt --objective=weight_norm --factors=scale", "Did you mean 'scales'?"),
         ("a.pt --objective=weight_norm --data=Digits", "There is no class 'Digits'."),
         ("a.pt --objective=weight_norm --data=DiabetesDataModule", "the network does not run on the example input"),
         ("a.pt --objective=mine.Own", "There is no module 'mine'"),
