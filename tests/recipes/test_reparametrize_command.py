@@ -327,6 +327,26 @@ def test_calibration_batches_are_random_parts_of_all_data() -> None:
     assert_refused(calibration_batch, [], 3, says="the data hold no batch")
 
 
+GUIDE = (Path(__file__).parents[2] / "docs" / "reparametrize.md").read_text()
+LINES = [line for line in GUIDE.splitlines() if line.startswith("lightning-sym reparametrize")]
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.slow] if "resnet" in line else []) for line in LINES]
+)
+def test_commands_of_the_guide(line: str) -> None:
+    if "resnet" in line:
+        torch.manual_seed(0)
+        torch.save(torchvision.models.resnet18().state_dict(), "resnet.pt")
+    else:
+        for seed, name in enumerate(("llama", "llama-chat")):
+            model("llama", seed).save_pretrained(name)
+    if "--apply" in line:
+        succeed("reparametrize", "llama", "--objective=weight_norm", "--max_steps=1", "--out=llama-4bit")
+    small = [] if "--apply" in line else ["--max_steps=1", *(["--samples=1"] if "--data" in line else [])]
+    assert "  report " in succeed(*line.split()[1:], *small).out
+
+
 # ---- the command line
 
 
