@@ -41,7 +41,7 @@ class OrbitDirections:
     """Coordinates of the continuous part of a symmetry group near the identity, where they are 0.
 
     They are those of all factors with coordinates: logarithms of scales, antisymmetric matrices for streams, arbitrary
-    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and tilts.
+    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and rank-one maps.
 
     Args:
         symmetry: The symmetry.

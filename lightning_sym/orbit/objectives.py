@@ -15,9 +15,12 @@ from torch.nn import functional
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import twice_differentiable
+from lightning_sym.orbit.closed_forms import least_dual_squares, least_squares
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.rounding import Granularity, RoundedInputs, check_rounding, kept, matrices_of, rounded
 from lightning_sym.orbit.view import View, call_of, targets_of
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.tracing.calls import Call
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -217,6 +220,12 @@ class WeightNorm(Objective):
         """Return the value; see :class:`Objective`."""
         return _power_sum(view.values(), self.p)
 
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the balanced element for p = 2; see :class:`Objective`."""
+        return least_squares(symmetry, view.parameters, kinds) if self.p == 2 else None
+
 
 class PathNorm(Objective):
     """See :func:`path_norm`."""
@@ -269,11 +278,26 @@ class GradientNorm(Objective):
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""
+        slopes = self._slopes(view, batch, create_graph=True)
+        return _power_sum([own for own in slopes.values() if own is not None], self.p)
+
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the element of the dual problem for p = 2 and one batch; see :class:`Objective`."""
+        if self.p != 2 or len(batches) != 1:
+            return None
+        slopes = self._slopes(view, batches[0], create_graph=False)
+        whole = {name: torch.zeros_like(view[name]) if own is None else own for name, own in slopes.items()}
+        return least_dual_squares(symmetry, whole, kinds)
+
+    def _slopes(self, view: View, batch: Any, *, create_graph: bool) -> dict[str, Tensor | None]:
+        """Return the gradient of the loss by each parameter that has one."""
+        leaves = {name: own for name, own in view.items() if own.requires_grad}
         with torch.enable_grad(), twice_differentiable():
             value = self.loss(view.output(batch), targets_of(batch))
-            weights = [own for own in view.values() if own.requires_grad]
-            gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
-        return _power_sum([own for own in gradients if own is not None], self.p)
+            found = torch.autograd.grad(value, list(leaves.values()), create_graph=create_graph, allow_unused=True)
+        return dict(zip(leaves, found, strict=True))
 
 
 class GaussNewton(Objective):
@@ -311,7 +335,22 @@ class GaussNewtonTrace(GaussNewton):
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""
         with twice_differentiable():
-            return self._exact(view, batch) if self.probes is None else self._estimate(view, batch, self.probes)
+            if self.probes is not None:
+                return self._estimate(view, batch, self.probes)
+            return torch.stack([own.sum() for own in self._diagonal(view, batch).values()]).sum()
+
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the element of the dual problem over scales alone; see :class:`Objective`."""
+        if self.probes is not None or kinds != {"scales"}:
+            return None
+        with twice_differentiable():
+            diagonals = [{n: own.detach() for n, own in self._diagonal(view, batch).items()} for batch in batches]
+        means = {name: torch.stack([own[name] for own in diagonals]).mean(0) for name in diagonals[0]}
+        if any(bool((own < 0).any()) for own in means.values()):  # a loss that is not convex
+            return None
+        return least_dual_squares(symmetry, {name: own.sqrt() for name, own in means.items()}, kinds)
 
     def _estimate(self, view: View, batch: Any, probes: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -320,7 +359,8 @@ class GaussNewtonTrace(GaussNewton):
             total = total + self.form(view, batch, _signs(view, generator)).to(total)
         return total / probes
 
-    def _exact(self, view: View, batch: Any) -> Tensor:
+    def _diagonal(self, view: View, batch: Any) -> dict[str, Tensor]:
+        """Return the diagonal of the matrix, by parameter."""
         call, targets = call_of(batch), targets_of(batch)
         inputs = call.positional
         if call.keywords or not all(isinstance(own, Tensor) for own in inputs):
@@ -346,11 +386,11 @@ class GaussNewtonTrace(GaussNewton):
             return view.replaced(own).output(batched).reshape(-1)
 
         slopes = vmap(torch.func.jacrev(single), in_dims=(None, *(0 for _ in inputs)))(weights, *inputs)
-        total = torch.zeros((), dtype=outputs.dtype, device=outputs.device)
-        for own in slopes.values():
+        found = {}
+        for name, own in slopes.items():
             rows = own.reshape(count, width, -1)
-            total = total + (inner * (rows @ rows.mT)).sum()
-        return total / count
+            found[name] = ((inner @ rows) * rows).sum((0, 1)).view(weights[name].shape) / count
+        return found
 
 
 class LargestCurvature(GaussNewton):

@@ -321,7 +321,7 @@ def test_a_budget_bounds_scales_and_condition_numbers_of_a_maximum():
     assert float(found.element.log_scale.abs().max()) == pytest.approx(0.5)
     values = torch.linalg.svdvals(found.element.dense[0])
     assert float((values[0] / values[-1]).log()) <= 0.5 + 1e-9
-    assert any("shifts and tilts were held" in note for note in found.notes)
+    assert any("shifts and rank-one maps were held" in note for note in found.notes)
     assert any("scales reached the budget of 0.5" in note for note in found.notes)
     with pytest.raises(ValueError, match="nothing bounds shifts"):
         minimize_on_orbit(symmetry, network, squares, maximize=True, factors="shifts")

@@ -372,3 +372,15 @@ def test_objectives_of_weights_alone_move_no_scales_unless_asked():
     found = minimize_on_orbit(symmetry, network, quantization_error(4, kind="range"), max_steps=20)
     assert not bool(found.element.log_scale.any())
     assert found.after < found.before
+
+
+@pytest.mark.parametrize("objective", [weight_norm(), gradient_norm(), sharpness()], ids=["norm", "gradient", "trace"])
+def test_descents_start_at_closed_forms_and_agree_with_those_without(objective):
+    network, batch = mlp()
+    symmetry = trace_symmetry(network, batch[0])
+    found = minimize_on_orbit(symmetry, network, objective, data=batch)
+    assert any("closed form" in note for note in found.notes)
+    assert len(found.history) <= 3
+    descent = minimize_on_orbit(symmetry, network, lambda view, given: objective(view, given), data=batch)
+    assert abs(found.after - descent.after) < 1e-9 * descent.after
+    assert found.after < found.before

@@ -135,6 +135,11 @@ class Action:
         """The source of the new content of each position of all slots."""
         return self.factors.source(self.element.permutation)
 
+    @cached_property
+    def permutes(self) -> bool:
+        """Whether any position gets its content from another one."""
+        return not self.factors["permutation"].is_identity(self.element.permutation)
+
     def source_in(self, slot: Slot) -> Ints:
         """Return the source of the new content of each position of a slot, within that slot."""
         found: Ints = self.source[slot.rows] - slot.offset
@@ -179,15 +184,16 @@ class Action:
         for slot in self.structure.slots_of.get(name, ()):
             if len(slot.axes) > 1 or not (slot.axes[0] in axes if slot.axes else 0 in axes or values.ndim == lead):
                 continue
-            source = self.source_in(slot)
-            scale = torch.from_numpy(self.scale[slot.rows][source])
+            source = self.source_in(slot) if self.permutes else None
+            scale = torch.from_numpy(self.scale[slot.rows] if source is None else self.scale[slot.rows][source])
             if not slot.axes or values.shape[lead + slot.axes[0]] < slot.size:
                 values = values * float(scale[0])
                 continue
             at = lead + slot.axes[0]
             values = self._by_matrices(values, slot, at)
             shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
-            values = values.index_select(at, torch.from_numpy(source)) * scale.reshape(shape)
+            values = values if source is None else values.index_select(at, torch.from_numpy(source))
+            values = values * scale.reshape(shape)
         return values
 
     # On parameters and buffers.
@@ -261,10 +267,12 @@ class Action:
         for slot in slots:
             if slot is joint:
                 continue
-            source = self.source_in(slot)
-            if joint is None and slot.axes and (source != np.arange(len(source))).any():
-                sources[slot.axes[0]] = source
-            scale = self.scale[slot.rows][source]
+            scale = self.scale[slot.rows]
+            if self.permutes:
+                source = self.source_in(slot)
+                scale = scale[source]
+                if joint is None and slot.axes and (source != np.arange(len(source))).any():
+                    sources[slot.axes[0]] = source
             if slot.kind == "variance" and shifted:
                 variance = slot, scale
             elif not np.all(scale == 1):

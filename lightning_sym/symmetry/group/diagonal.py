@@ -169,14 +169,20 @@ class Scale(Diagonal):
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the logarithms; see :class:`Factor`."""
-        found = self.identity()
-        for slot in self.structure.slots:
-            if slot.tensor in gradients and self.forms[slot.rows].nnz:
-                own = weights[slot.tensor]
-                own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own  # v' = s^2 (v + epsilon) - epsilon
-                inner = along(own * gradients[slot.tensor], slot.axes).reshape(-1)
-                found += torch.from_numpy(self.forms[slot.rows].T @ inner)
-        return {"scales": self.outside_cells(found)}
+        total, products = np.zeros(self.forms.shape[0]), dict[tuple[str, str], Tensor]()
+        for slot in self._scaled:
+            if slot.tensor in gradients:
+                if (key := (slot.tensor, slot.kind)) not in products:
+                    own = weights[slot.tensor]  # of a variance: v' = s^2 (v + epsilon) - epsilon
+                    own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own
+                    products[key] = own * gradients[slot.tensor]
+                total[slot.rows] = along(products[key], slot.axes).reshape(-1)
+        return {"scales": self.outside_cells(torch.from_numpy(self.forms.T @ total))}
+
+    @cached_property
+    def _scaled(self) -> list[Slot]:
+        """The slots with scales."""
+        return [slot for slot in self.structure.slots if self.forms[slot.rows].nnz]
 
     def within(self, own: Tensor, budget: float, condition: float) -> Tensor:
         """Return the logarithms within bounds."""
