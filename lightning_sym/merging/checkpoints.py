@@ -233,8 +233,8 @@ def merge_checkpoints(
     )
     options = {"align": align, "out_dtype": out_dtype, "ignore": list(ignore), "recalibrate": recalibrate}
     card = card_of(asked, aligned.reasons, description or configuration_of(asked, options), Path(out).name)
-    plain = align_only or Path(out).suffix == ".safetensors"
-    beside = {} if plain else {"README.md": functools.partial(write_atomically, content=card)}
+    has_card = not align_only and Path(out).suffix != ".safetensors"
+    beside = {"README.md": functools.partial(write_atomically, content=card)} if has_card else {}
     place = checkpoints[1 if align_only else 0].write(tensors, out, out_dtype=out_dtype, beside=beside)
     return replace(found, out=place, notes=(*found.notes, *merged.tally.notes))
 

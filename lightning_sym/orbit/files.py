@@ -21,8 +21,10 @@ from lightning_sym.merging.checkpoint import Checkpoint, Found, check_out, examp
 from lightning_sym.merging.evaluation import Data, Evaluation, Inputs
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import example_of
-from lightning_sym.orbit.descent import Function, OrbitMinimum, OrbitStep, minimize_on_orbit
+from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
 from lightning_sym.orbit.objective import Objective
+from lightning_sym.orbit.problem import Function
+from lightning_sym.orbit.steps import OrbitStep
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.moves.moved import Moved, moved, output_change
