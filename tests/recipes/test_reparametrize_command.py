@@ -24,10 +24,11 @@ from torch import nn
 from lightning_sym.cli.reparametrize import FACTORS, OBJECTIVES
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
-from lightning_sym.orbit import objectives, round_to_nearest, weight_norm
+from lightning_sym.orbit import objectives, reparametrize_checkpoint, round_to_nearest, weight_norm
 from lightning_sym.orbit.directions import KINDS
-from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint
+from lightning_sym.orbit.files import calibration_batch
 from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.long
 
@@ -328,14 +329,18 @@ def test_calibration_batches_are_random_parts_of_all_data() -> None:
 
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "reparametrize.md").read_text()
-LINES = [line for line in GUIDE.splitlines() if line.startswith("lightning-sym reparametrize")]
+LINES = [line for line in GUIDE.replace("\\\n", " ").splitlines() if line.startswith("lightning-sym reparametrize")]
 
 
 @pytest.mark.parametrize(
     "line", [pytest.param(line, marks=[pytest.mark.slow] if "resnet" in line else []) for line in LINES]
 )
 def test_commands_of_the_guide(line: str) -> None:
-    if "resnet" in line:
+    if "runs/" in line:
+        torch.manual_seed(0)
+        network = VisionTransformer(in_channels=1, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+        ModelZoo.add("runs/zoo-digits-vit/zoo", [network], network=network)
+    elif "resnet" in line:
         torch.manual_seed(0)
         torch.save(torchvision.models.resnet18().state_dict(), "resnet.pt")
     else:
@@ -343,7 +348,7 @@ def test_commands_of_the_guide(line: str) -> None:
             model("llama", seed).save_pretrained(name)
     if "--apply" in line:
         succeed("reparametrize", "llama", "--objective=weight_norm", "--max_steps=1", "--out=llama-4bit")
-    small = [] if "--apply" in line else ["--max_steps=1", *(["--samples=1"] if "--data" in line else [])]
+    small = [] if "--apply" in line else ["--max_steps=1", *(["--samples=2"] if "--data" in line else [])]
     assert "  report " in succeed(*line.split()[1:], *small).out
 
 
