@@ -224,7 +224,8 @@ def run(asked: Asked) -> None:
         options |= {"test": data.test_dataloader(), "loss": SquaredDistance() if regression else cross_entropy}
     elif is_random:
         batch = example_of(model, asked.shape, asked.tokens, asked.samples)
-        about |= {"data": "random", "samples": asked.samples}
+        inputs = [own for own in (*batch.positional, *batch.keywords.values()) if isinstance(own, torch.Tensor)]
+        about |= {"data": "random", "samples": len(inputs[0])}  # fewer if a class holds an example
         options["notes"].append("the objective was measured on random inputs, and may be another one on real data")
     if data is not None and asked.shape is None:
         options["inputs"] = batch[0][:2]

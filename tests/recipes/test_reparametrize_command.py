@@ -506,3 +506,16 @@ def test_a_run_that_is_killed_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch)
     found = move()
     assert found.out == Path("m.safetensors")
     assert not [path for path in Path().iterdir() if path.name.startswith(".")]
+
+
+def test_a_changed_function_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_file(perceptron(), "a.safetensors")
+    before = set(Path().rglob("*"))
+    change = "lightning_sym.symmetry.moves.moved.output_change"
+    monkeypatch.setattr(change, lambda *_: (0.5, torch.float64))
+    result = call(
+        "reparametrize", "a.safetensors", *MLP, "--objective=weight_norm", "--max_steps=1", "--out=m.safetensors"
+    )
+    assert result.status == 1
+    assert result.error.startswith("the move changed the output by 5.0e-01")
+    assert set(Path().rglob("*")) == before

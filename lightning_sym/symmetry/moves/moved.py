@@ -19,6 +19,10 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 
 
+class ChangedFunctionError(RuntimeError):
+    """A reparametrization changed a network's function."""
+
+
 @dataclass(frozen=True)
 class Moved:
     """A reparametrized network; unpacks to the network and the element.
@@ -81,7 +85,7 @@ def moved(
         notes: Notes for the result.
 
     Raises:
-        RuntimeError: If the function has changed.
+        ChangedFunctionError: If the function has changed.
     """
     result = symmetry.act(element, network, check=check)
     settle(result)
@@ -93,7 +97,7 @@ def moved(
     settle(after)
     change, precision = output_change(symmetry, exact, after)
     if not change <= max(symmetry.tolerance, tolerance_of(precision)):
-        raise RuntimeError(
+        raise ChangedFunctionError(
             f"the move changed the output by {change:.1e} (relative; at most {symmetry.tolerance:.1g} was expected): "
             "the weights lose too many digits in it, or the symmetry is not that of this network "
             "(symmetry.check(network) tells)"
