@@ -144,7 +144,9 @@ def minimize_on_orbit(
         if start is None and not maximize and budget is None and (known := problem.closed_form()) is not None:
             first, notes = known, [*notes, "the descent starts at the closed form over scales and cells"]
         before = problem.value(symmetry.identity())
-        problem.require_finite(first)
+        value = before if symmetry.factors.is_identity(first) else problem.value(first)
+        if not math.isfinite(value):
+            raise ValueError(f"the objective is {value} at the start; expected a finite number.")
         element, history, converged = first, list[OrbitStep](), not directions.shapes
         if not directions.shapes:
             notes.append("no continuous coordinate of the group moves: the network stays at the start")
@@ -245,7 +247,7 @@ def _at_bounds(problem: OrbitProblem, element: Element) -> list[str]:
     """Return notes on scales and matrices that reached a bound."""
     notes = []
     for name, count in problem.stopped(element).items():
-        if name == "log_scale":
+        if not isinstance(element.parts[name], tuple):
             notes.append(f"{count} scales reached the budget of {problem.budget:g}")
         else:
             notes.append(

@@ -232,7 +232,7 @@ def test_a_closed_form_is_given_only_where_there_is_one():
 
 def test_function_and_orthogonality_last_through_a_thousand_steps():
     network, inputs, symmetry = traced(vit)
-    problem = problem_of(network, symmetry, squares)
+    problem = problem_of(network, symmetry, squares, ["scales", "cells", "rotations", "phases"])
     element, draws = symmetry.identity(), generator(2)
     for _ in range(1000):
         step = {

@@ -31,9 +31,10 @@ _POWERS = {
 
 def _exact(tensor: Tensor) -> Tensor:
     """Convert a floating vector to double precision; return any other tensor unchanged."""
+    if tensor.ndim != 1 or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
     exact = wide(tensor.device)
-    vector = tensor.ndim == 1 and tensor.is_floating_point() and tensor.dtype != exact
-    return tensor.detach().to(exact) if vector else tensor
+    return tensor.detach().to(exact) if tensor.dtype != exact else tensor
 
 
 def _powered(scale: Floats, power: float) -> Floats:
@@ -114,6 +115,7 @@ class Action:
         gains = Gains()
         made = [factor.linear_action(element.parts[factor.name], gains) for factor in factors.inwards]
         self.linear: list[LinearAction] = [action for action in made if action is not None]  # in the order of acting
+        self._acting_at: dict[int, list[LinearAction]] = {}
 
     @cached_property
     def _parts(self) -> list[tuple[Factor[Any], Any]]:
@@ -345,13 +347,19 @@ class Action:
 
     def acts_by_matrices(self, slot: Slot) -> bool:
         """Return whether a matrix other than permutations and scales acts on a slot."""
-        return any(action.acts_at(slot) for action in self.linear)
+        return bool(self._acting(slot))
+
+    def _acting(self, slot: Slot) -> list[LinearAction]:
+        """Return the actions by matrices that change a slot."""
+        found = self._acting_at.get(slot.offset)
+        if found is None:
+            found = self._acting_at[slot.offset] = [action for action in self.linear if action.acts_at(slot)]
+        return found
 
     def _by_matrices(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Apply all matrices other than permutations and scales to one axis."""
-        for action in self.linear:
-            if action.acts_at(slot):
-                tensor = action.on_axis(tensor, slot, axis)
+        for action in self._acting(slot):
+            tensor = action.on_axis(tensor, slot, axis)
         return tensor
 
     # On the state of an optimiser.
