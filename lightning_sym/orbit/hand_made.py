@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
 from lightning_sym._distributed import on_device_of
-from lightning_sym.orbit.rounding import inputs_seen, kept, listed, matrices_of
+from lightning_sym.orbit.rounding import kept, largest_inputs, listed, matrices_of, squared_inputs
 from lightning_sym.symmetry.arrays import Floats, Ints, on_axes, together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
@@ -88,7 +88,7 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
     require_weights(symmetry, network)
     exact = double_copy(network)
     batches = on_device_of(exact, double(listed(data)))
-    largest = inputs_seen(exact, batches, lambda inputs: inputs.abs().amax(0), torch.maximum)
+    largest = largest_inputs(exact, batches)
     ranges = _Ranges(symmetry, network, cells=False)
     inputs, weights = np.zeros(len(ranges.logs)), np.zeros(len(ranges.logs))
     exponents = np.zeros(len(ranges.logs))
@@ -110,8 +110,8 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
 def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
     r"""Set the weights of least :math:`|w_{ij}| \, \|x_j\|_2` to 0, within each row of each matrix.
 
-    Wanda (Sun et al. 2023, arXiv 2306.11695). Here :math:`\|x_j\|_2` is the norm of input feature j over all positions
-    of the data; a kernel's entries share the norm of their input channel. Matrices that no linear map reads
+    Wanda (Sun et al. 2023, arXiv 2306.11695). Here :math:`\|x_j\|_2` is the norm of all inputs that the weight
+    multiplies on the data; those of a kernel's entries lie at different pixels. Matrices that no linear map reads
     (embeddings) are pruned by magnitude within their rows, so that the fraction is that of
     :func:`prune_by_magnitude`.
 
@@ -134,26 +134,17 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
     check_numbers("in [0, 1)", fraction=fraction)
     result = copy.deepcopy(network)
     batches = on_device_of(result, listed(data))
-    squares = inputs_seen(result, batches, lambda inputs: inputs.double().square().sum(0), torch.add)
+    squares = squared_inputs(result, batches)
     axes = matrices_of(result)
     with torch.no_grad():
         for name, parameter in result.named_parameters():
             if name in axes:
-                weight = parameter.movedim(axes[name], 0)
-                scores = weight.abs().double()
+                scores = parameter.abs().double()
                 if name in squares:
-                    scores = scores * _by_row(squares[name].sqrt(), weight)
-                masks = [kept(row, fraction) for row in scores]
-                weight.mul_(torch.stack(masks))
+                    scores *= squares[name].sqrt()
+                masks = torch.stack([kept(row, fraction) for row in scores.movedim(axes[name], 0)])
+                parameter.mul_(masks.movedim(0, axes[name]))
     return result
-
-
-def _by_row(features: Tensor, weight: Tensor) -> Tensor:
-    """Return the numbers of input features at the entries of a weight, of shape (rows, features, ...)."""
-    rows, columns = weight.shape[:2]
-    groups = max(len(features) // columns, 1)  # grouped convolutions read some of the features in each row
-    own = features.view(groups, columns).repeat_interleave(rows // groups, 0)
-    return own.view(rows, columns, *(1 for _ in weight.shape[2:]))
 
 
 class _Slices:

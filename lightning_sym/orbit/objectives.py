@@ -317,12 +317,14 @@ class GaussNewton(Objective):
         targets = targets_of(batch)
 
         def slope(own: Tensor) -> Tensor:
-            return grad(self.loss)(own, targets)
+            found: Tensor = grad(self.loss)(own, targets)
+            return found
 
         weights = {name: view[name] for name in vectors}
-        value, speed = jvp(outputs, (weights,), (dict(vectors),))
-        turned: Tensor = jvp(slope, (value,), (speed,))[1]
-        return (speed * turned).sum()
+        value, speed = jvp(outputs, (weights,), (dict(vectors),))[:2]
+        turned = jvp(slope, (value,), (speed,))[1]
+        result: Tensor = (speed * turned).sum()
+        return result
 
 
 class GaussNewtonTrace(GaussNewton):
@@ -412,7 +414,7 @@ class LargestCurvature(GaussNewton):
             return torch.cat([parts[name].reshape(-1) for name in names])
 
         def shaped(vector: Tensor) -> dict[str, Tensor]:
-            parts = vector.split([shape.numel() for shape in shapes.values()])
+            parts = torch.split(vector, [shape.numel() for shape in shapes.values()])
             return {name: own.view(shape) for (name, shape), own in zip(shapes.items(), parts, strict=True)}
 
         def product(vector: Tensor) -> Tensor:
@@ -532,7 +534,7 @@ class RangeOfWeights(OfMatrices):
     def of(self, weight: Tensor, axis: int) -> Tensor:
         """Return the value of a matrix; see :class:`OfMatrices`."""
         rows = weight.movedim(axis, 0).flatten(1) if self.granularity == "channel" else weight.reshape(1, -1)
-        steps = rows.abs().amax(1) / (2 ** (self.bits - 1) - 1)
+        steps: Tensor = rows.abs().amax(1) / (2 ** (self.bits - 1) - 1)
         return steps.square().mean() / 12 / weight.square().mean()
 
 

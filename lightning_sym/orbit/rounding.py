@@ -209,11 +209,11 @@ class InputMode(TorchFunctionMode):
     Layers ``nn.MultiheadAttention`` show queries, keys and values, but not the inputs of their last map.
 
     Args:
-        see: Maps the input, the weight, and the input's axis of features (from the end) to the new input. The weight is
-            None for ``nn.MultiheadAttention``.
+        see: Maps the input, the weight, the input's axis of features (from the end), and the map as a function of its
+            input to the new input. The weight is None for ``nn.MultiheadAttention``.
     """
 
-    def __init__(self, see: Callable[[Tensor, Tensor | None, int], Tensor]) -> None:
+    def __init__(self, see: Callable[[Tensor, Tensor | None, int, Callable[[Tensor], Any]], Tensor]) -> None:
         super().__init__()
         self._see = see
 
@@ -221,7 +221,7 @@ class InputMode(TorchFunctionMode):
         """Call a function of torch."""
         given, keywords = list(args), dict(kwargs or {})
         if function is functional.multi_head_attention_forward:
-            given[:3] = [self._see(own, None, -1) for own in given[:3]]
+            given[:3] = [self._see(own, None, -1, lambda inputs: None) for own in given[:3]]
         elif function in _LINEAR:
             at, weight, axis = _LINEAR[function]
             names = ("input", "mat1")
@@ -229,7 +229,13 @@ class InputMode(TorchFunctionMode):
             holder: Any = given if where is None else keywords
             place: Any = at if where is None else where
             other = given[weight] if len(given) > weight else keywords.get("weight", keywords.get("mat2"))
-            holder[place] = self._see(holder[place], other, axis)
+
+            def again(inputs: Tensor) -> Any:
+                changed = {**dict(enumerate(given)), **keywords, place: inputs}
+                rest = {name: changed[name] for name in keywords}
+                return function(*(changed[number] for number in range(len(given))), **rest)
+
+            holder[place] = self._see(holder[place], other, axis, again)
         return function(*given, **keywords)
 
 
@@ -248,7 +254,7 @@ class RoundedInputs(InputMode):
         super().__init__(self._rounded)
         self.bits, self.ranges, self.seen = bits, ranges, list[Tensor]()
 
-    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int) -> Tensor:
+    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
         if not inputs.is_floating_point():
             return inputs
         number = len(self.seen)
@@ -298,16 +304,12 @@ def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
     return found
 
 
-def inputs_seen(
-    network: nn.Module, data: Iterable[Any], measure: Callable[[Tensor], Tensor], join: Callable[..., Tensor]
-) -> dict[str, Tensor]:
-    """Measure the inputs of each linear map and convolution on data, by feature.
+def largest_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the largest magnitude of each input feature of linear maps and convolutions on data.
 
     Args:
         network: Not changed; it runs in evaluation mode.
         data: Batches.
-        measure: Maps inputs of shape (positions, features) to one number per feature.
-        join: Joins the measures of two calls.
 
     Returns:
         By the name of the weight; each of shape (features,).
@@ -315,15 +317,47 @@ def inputs_seen(
     names = {own.data_ptr(): name for name, own in network.named_parameters()}
     found: dict[str, Tensor] = {}
 
-    def see(inputs: Tensor, weight: Tensor | None, axis: int) -> Tensor:
+    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
         name = None if weight is None else names.get(weight.data_ptr())
         if name is not None:
-            own = measure(inputs.detach().movedim(axis, -1).flatten(0, -2))
-            found[name] = own if name not in found else join(found[name], own)
+            own = inputs.abs().movedim(axis, -1).flatten(0, -2).amax(0)
+            found[name] = own if name not in found else torch.maximum(found[name], own)
         return inputs
 
     with torch.no_grad(), evaluating(network), twice_differentiable():
         for batch in data:
             with InputMode(see):
                 call_of(batch).run(network)
+    return found
+
+
+def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
+    """Return, for each weight, the sum of squares of the inputs that it multiplies on data.
+
+    That is the derivative by the weights of the sum of all outputs of its map at squared inputs, for kernels, too.
+
+    Args:
+        network: Not changed; it runs in evaluation mode.
+        data: Batches.
+
+    Returns:
+        By the name of the weight, and of its shape; float64.
+    """
+    exact = copy.deepcopy(network).requires_grad_(True)
+    parameters = dict(exact.named_parameters())
+    found: dict[str, Tensor] = {}
+
+    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
+        if weight is not None and weight.requires_grad:
+            total = again(inputs.detach().square()).sum()
+            slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)
+            for (name, own), slope in zip(parameters.items(), slopes, strict=True):
+                if slope is not None and own.ndim > 1:
+                    found[name] = found.get(name, 0) + slope.double()
+        return inputs.detach()
+
+    with torch.enable_grad(), evaluating(exact), twice_differentiable():
+        for batch in data:
+            with InputMode(see):
+                call_of(batch).run(exact)
     return found

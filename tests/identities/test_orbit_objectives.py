@@ -290,17 +290,27 @@ def test_wanda_as_by_hand_on_a_small_layer():
     assert pruned.weight.tolist() == [[1.0, 0.0, 3.0, 0.0], [4.0, -3.0, 0.0, 0.0]]
 
 
-def test_wanda_takes_the_norms_of_channels_of_grouped_convolutions():
+def test_wanda_takes_the_norms_at_each_entry_of_grouped_kernels():
     torch.manual_seed(0)
-    layer, inputs = nn.Conv2d(4, 6, 3, groups=2, bias=False), torch.randn(2, 4, 5, 5)
-    norms = inputs.square().sum((0, 2, 3)).sqrt()
+    layer, inputs = nn.Conv2d(4, 6, 3, groups=2, stride=2, padding=1), torch.randn(2, 4, 5, 5)
+    norms = functional.unfold(inputs.square(), 3, stride=2, padding=1).sum((0, 2)).sqrt().view(4, 3, 3)
     pruned = prune_by_wanda(layer, inputs, 0.5)
     for row in range(6):
-        channels = slice(0, 2) if row < 3 else slice(2, 4)
-        scores = layer.weight[row].detach().abs() * norms[channels, None, None]
+        scores = layer.weight[row].detach().abs() * norms[slice(0, 2) if row < 3 else slice(2, 4)]
         zero = pruned.weight[row] == 0
         assert int(zero.sum()) == 9
         assert float(scores[zero].max()) < float(scores[~zero].min())
+
+
+@pytest.mark.parametrize("layer", [Conv1D(6, 4), nn.ConvTranspose2d(6, 4, 2)], ids=["addmm", "transposed"])
+def test_wanda_prunes_rows_of_outputs_where_weights_are_transposed(layer):
+    inputs = torch.randn(3, 6) if isinstance(layer, Conv1D) else torch.randn(3, 6, 4, 4)
+    norms = (inputs if inputs.ndim == 2 else inputs.movedim(1, -1).flatten(0, 2)).square().sum(0).sqrt()
+    rows = prune_by_wanda(layer, inputs, 0.5).weight.movedim(1, 0)
+    scores = layer.weight.detach().movedim(1, 0).abs() * norms.view(-1, *(1 for _ in rows.shape[2:]))
+    for row, score in zip(rows, scores, strict=True):
+        assert int((row == 0).sum()) == row.numel() // 2
+        assert float(score[row == 0].max()) < float(score[row != 0].min())
 
 
 def test_path_norm_is_the_sum_over_paths():
@@ -388,3 +398,10 @@ def test_descents_start_at_closed_forms_and_agree_with_those_without(objective):
     descent = minimize_on_orbit(symmetry, network, lambda view, given: objective(view, given), data=batch)
     assert abs(found.after - descent.after) < 1e-9 * descent.after
     assert found.after < found.before
+
+
+def test_classes_are_the_last_axis_of_outputs_of_sequences():
+    torch.manual_seed(0)
+    network, inputs, targets = nn.Linear(4, 5).double(), torch.randn(3, 7, 4).double(), torch.randint(0, 5, (3, 7))
+    flat = gradient_norm()(seen(network), (inputs.flatten(0, 1), targets.flatten()))
+    assert torch.allclose(gradient_norm()(seen(network), (inputs, targets)), flat, rtol=1e-12)
