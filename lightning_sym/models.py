@@ -85,30 +85,33 @@ def _traceable_experts(network: Any) -> tuple[str, ...]:
     return (f"experts are computed by batched_mm, which can be traced, not by {chosen}; their weights are the same",)
 
 
-def example_of(model: Model, shape: tuple[int, ...] | None = None, tokens: int | None = None) -> Call:
-    """Return an input that a model takes.
+def example_of(
+    model: Model, shape: tuple[int, ...] | None = None, tokens: int | None = None, count: int = _BATCH
+) -> Call:
+    """Return random inputs that a model takes.
 
     Args:
         model: The model.
         shape: Shape of one sample; default that of the model.
         tokens: The input is integers below this number.
+        count: Number of inputs; those that a class holds as an example are taken as they are.
 
     Raises:
         ValueError: If the model describes no input, and no shape is given.
     """
     if model.library == "transformers":
-        return _example_of_transformers(model.network, shape, tokens)
+        return _example_of_transformers(model.network, shape, tokens, count)
     shape = shape if shape is not None else model.shape
     if shape is None:
         given = getattr(model.network, "example_input_array", None)  # Lightning's
         if given is not None:
             return Call.of({}, given) if isinstance(given, Mapping) else Call.of(given)
         raise ValueError(f"{model.name} does not say what it takes; give the shape of one input, as in --input 3,32,32")
-    return Call((_drawn(shape, tokens),))
+    return Call((_drawn(shape, tokens, count),))
 
 
-def _drawn(shape: tuple[int, ...], tokens: int | None = None) -> Tensor:
-    return torch.randn(_BATCH, *shape) if tokens is None else torch.randint(tokens, (_BATCH, *shape))
+def _drawn(shape: tuple[int, ...], tokens: int | None, count: int) -> Tensor:
+    return torch.randn(count, *shape) if tokens is None else torch.randint(tokens, (count, *shape))
 
 
 def _library(name: str) -> ModuleType:
@@ -412,7 +415,7 @@ def _class_of_transformers(transformers: ModuleType, name: Any, config: Any, pat
     return found
 
 
-def _example_of_transformers(network: Any, shape: tuple[int, ...] | None, tokens: int | None) -> Call:
+def _example_of_transformers(network: Any, shape: tuple[int, ...] | None, tokens: int | None, count: int) -> Call:
     """Return keyword arguments of a model of transformers, from its configuration."""
     takes, config, first = inspect.signature(network.forward).parameters, network.config, network.main_input_name
     keywords: dict[str, Tensor] = {}
@@ -422,12 +425,12 @@ def _example_of_transformers(network: Any, shape: tuple[int, ...] | None, tokens
     images, sounds = _image_shape(config), _sound_shape(config)
 
     def ids() -> Tensor:
-        return _drawn(own or (max(limit - limit // 4, 1),), tokens or getattr(text, "vocab_size", None) or 2)
+        return _drawn(own or (max(limit - limit // 4, 1),), tokens or getattr(text, "vocab_size", None) or 2, count)
 
     if "pixel_values" in takes and images is not None and (first == "pixel_values" or "input_ids" in takes):
-        keywords["pixel_values"] = _drawn(images if shape is None or own else shape)
+        keywords["pixel_values"] = _drawn(images if shape is None or own else shape, None, count)
     if first in ("input_features", "input_values") and sounds is not None:
-        keywords[first] = _drawn(shape or sounds)
+        keywords[first] = _drawn(shape or sounds, None, count)
     if first == "input_ids":
         keywords["input_ids"] = ids()
     if config.is_encoder_decoder and "decoder_input_ids" in takes:
@@ -438,7 +441,7 @@ def _example_of_transformers(network: Any, shape: tuple[int, ...] | None, tokens
                 f"{type(network).__name__} does not say what it takes; give the shape of its {first}, without the "
                 "batch, as --input"
             )
-        keywords[first] = _drawn(shape, tokens)
+        keywords[first] = _drawn(shape, tokens, count)
     return Call((), keywords)
 
 

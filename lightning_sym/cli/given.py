@@ -121,6 +121,22 @@ def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
     return value
 
 
+def number(given: Tree, name: str) -> float:
+    """Return a positive number that was given.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    value = given[name]
+    try:
+        found = 0.0 if isinstance(value, bool) else float(value)  # YAML reads 1e-3 as text
+    except (TypeError, ValueError):
+        found = 0.0
+    if not found > 0:
+        raise ValueError(f"--{name} takes a number > 0, got {value!r}.")
+    return found
+
+
 def shape_of(given: Any) -> tuple[int, ...]:
     """Return a shape of one that was written as 3,224,224 (or as a list, or as one number).
 

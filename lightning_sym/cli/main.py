@@ -24,6 +24,7 @@ _COMMANDS = {
     "predict": "predict the test split",
     "import": "make a zoo of your checkpoints: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
     "merge": "align and average checkpoints: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
+    "reparametrize": "minimise an objective of weights; the function stays: lightning-sym reparametrize --help",
     "symmetry": "derive the symmetry group of a network: lightning-sym symmetry torchvision:resnet50",
     "compare": "compare the results of runs, with seeds grouped: lightning-sym compare runs/a runs/b",
     "estimate": "predict the cost of a recipe: lightning-sym estimate --config zoo/mnist5k --devices 8",
@@ -32,7 +33,10 @@ _COMMANDS = {
 
 
 # Commands that Lightning does not have, and the modules that read their options without PyTorch.
-_MODULES = {"merge": "merging", "symmetry": "symmetry", "compare": "compare", "estimate": "estimate"}
+_MODULES = {
+    **{"merge": "merging", "reparametrize": "reparametrize", "symmetry": "symmetry", "compare": "compare"},
+    "estimate": "estimate",
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

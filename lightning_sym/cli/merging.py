@@ -218,6 +218,7 @@ def run(asked: Asked) -> None:
     if config is not None and config.data is not None and named is None:
         named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
     data = None if named is None else construct(*named, lightning_sym.datamodules, "data")()
+    identity = None if data is None else data.identity()  # reads the data, which tell whether targets are numbers
     loss = SquaredDistance() if getattr(data, "regression", False) else None
     options: dict[str, Any] = {
         "align_only": asked.align_only,
@@ -244,15 +245,15 @@ def run(asked: Asked) -> None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
     elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
-    with _named(about.get("network", asked.files[0]), data, given="network" in about):
+    with errors_named(about.get("network", asked.files[0]), data, given="network" in about):
         if config is not None:
             found = config.run(asked.out, **options)
         else:
             found = merge_checkpoints(
                 asked.files, asked.out, base=asked.base, method=asked.method, **options, **asked.settings
             )
-    if data is not None:
-        about["data"] = data.identity()
+    if identity is not None:
+        about["data"] = identity
     _report(asked, found, about, None if loss is None else "mean squared distance")
 
 
@@ -319,11 +320,24 @@ def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None
 
 
 @contextlib.contextmanager
-def _named(network: str, data: Any, *, given: bool) -> Iterator[None]:
-    """Add network and data to the errors of torch; ``given``: whether the network is that of ``--network``."""
+def errors_named(network: str, data: Any, *, given: bool = True) -> Iterator[None]:
+    """Add network and data to the errors of torch.
+
+    Args:
+        network: Name of the network.
+        data: The datamodule; None for random inputs.
+        given: Whether the network is that of ``--network``.
+
+    Raises:
+        ValueError: Instead of an error of torch.
+    """
     try:
         yield
     except (RuntimeError, IndexError, TypeError) as error:
+        from lightning_sym.symmetry.moves.moved import ChangedFunctionError
+
+        if isinstance(error, ChangedFunctionError):
+            raise ValueError(f"{error}; nothing was written") from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         of = "its own example" if data is None else type(data).__name__
         rest = "the arguments that it was built with" if given else "check its configuration"

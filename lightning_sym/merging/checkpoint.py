@@ -3,7 +3,7 @@
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from lightning_sym.merging.folders import (
 )
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import Model, build_light, model_in, names_in_network
-from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
-from lightning_sym.symmetry.proof import all_finite
+from lightning_sym.symmetry.files import Planned, Shards, is_temporary, new_folder, write_files, write_single
+from lightning_sym.symmetry.proof import all_finite, double
+from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.weights import listed, match_weights, read_weights
 from lightning_sym.zoo import MANIFEST, ModelZoo
@@ -120,6 +121,39 @@ def description_of(found: Found) -> Path | None:
         return found.folder / CONFIGURATION
     manifest = found.file.parent / MANIFEST
     return manifest if manifest.exists() else None
+
+
+def check_out(out: Path, written: Found, beside: Sequence[str] = ()) -> None:
+    """Check, before any computation, that a result in the form of a checkpoint can be written.
+
+    Args:
+        out: Its place.
+        written: The checkpoint.
+        beside: Names of further files in the same folder.
+
+    Raises:
+        ValueError: If the place does not suit that form, or something is there.
+    """
+    several, folder = written.file.suffix == ".json", out.suffix != ".safetensors"
+    if (several and not folder) or (folder and not several and written.folder is None):
+        expected = f"a folder for the shards of {written.file.name}" if several else "a file that ends in .safetensors"
+        raise ValueError(f"out is {out}; expected {expected}.")
+    # A killed run leaves only hidden files, which do not interfere.
+    if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
+        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
+    if not folder and (there := next((own for name in beside if (own := out.with_name(name)).exists()), None)):
+        raise ValueError(f"{there} exists already; expected a place without an earlier result.")
+
+
+def example_in(dtype: torch.dtype, inputs: Any) -> Call:
+    """Return a call with example inputs, floating ones in double precision if the weights are.
+
+    Args:
+        dtype: Type of the weights.
+        inputs: An input, a tuple of positional arguments, or a call.
+    """
+    call = Call.of(inputs)
+    return call if dtype != torch.float64 else Call(*double(tuple(call)))
 
 
 def model_of(found: Found, *, weights: bool = False) -> Model:
@@ -268,13 +302,13 @@ class Checkpoint:
         out: str | Path,
         *,
         out_dtype: str | torch.dtype | None = None,
-        readme: str | None = None,
+        beside: Mapping[str, Callable[[Path], object]] | None = None,
     ) -> Path:
         """Write other weights in this checkpoint's form: names, types, shards and metadata.
 
         Checkpoints other than safetensors become safetensors: with the network's names, or, in the folder of a model,
         with their own. If ``out`` is a folder, the other files of the model (configuration, tokenizer) are copied.
-        A folder appears by one rename.
+        A new folder appears by one rename; a single file is moved to its place last.
 
         Args:
             tensors: New floating tensors by the network's first names. Each is read once, when it is written. Tensors
@@ -282,7 +316,8 @@ class Checkpoint:
             out: A path that ends in ``.safetensors``, or else a new folder.
             out_dtype: Another type for the tensors of the commonest type, such as ``"bfloat16"``, also stated in the
                 configuration.
-            readme: Text of a ``README.md`` in the folder; None for no such file.
+            beside: Functions that write further files, by their names in the folder of the result. Each takes the path
+                to write to.
 
         Returns:
             The written file or index.
@@ -292,26 +327,33 @@ class Checkpoint:
             OSError: If it cannot be written. No file remains.
         """
         out, dtype = Path(out), _type_named(out_dtype)
-        planned = self._planned(tensors, dtype)
+        planned, further = self._planned(tensors, dtype), dict(beside or {})
+        metadata = {file: self._metadata(file) for file in planned}
         if out.suffix == ".safetensors":
             if len(planned) > 1:
                 raise ValueError(f"out is the file {out}, and the checkpoint has several; expected a folder.")
-            for file, own in planned.items():
-                write_single(out, own, self._metadata(file))
+            (file,) = planned
+            if not further:
+                write_single(out, planned[file], metadata[file])
+                return out
+            with new_folder(out.parent, [*further, out.name]) as scratch:
+                write_files(scratch, {out.name: planned[file]}, {out.name: metadata[file]})
+                for name, write in further.items():
+                    write(scratch / name)
             return out
-        metadata, beside = {file: self._metadata(file) for file in planned}, files_beside(self.file.parent)
+        copied = files_beside(self.file.parent)
         with new_folder(out) as scratch:
             write_files(scratch, planned, metadata)
             written = self._write_index(scratch, planned) or next(iter(planned))
-            for name, path in beside.items():
+            for name, path in copied.items():
                 target = scratch / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if name == CONFIGURATION and dtype is not None:
                     target.write_text(configured_as(path.read_text(encoding="utf-8"), dtype), encoding="utf-8")
                 else:
                     shutil.copyfile(path, target)
-            if readme is not None:
-                (scratch / "README.md").write_text(readme, encoding="utf-8")
+            for name, write in further.items():
+                write(scratch / name)
         return out / written
 
     def left_behind(self, out: str | Path) -> tuple[str, ...]:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
 from lightning_sym.merging.adapters import Adapter, with_adapter
 from lightning_sym.merging.alignment import HOW, Alignment, How, aligned_without_search
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
-from lightning_sym.merging.checkpoint import Checkpoint, Found, description_of, model_of
+from lightning_sym.merging.checkpoint import Checkpoint, check_out, description_of, example_in, model_of
 from lightning_sym.merging.equal_weights import equal_weights
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
@@ -32,7 +33,6 @@ from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.files import is_temporary
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of, tolerance_of
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -173,7 +173,7 @@ def merge_checkpoints(
     if len({one.file.resolve() for one in asked.found}) == 1 and not align_only:
         align = "none"  # one model, with adapters
     written = asked.found[1 if align_only else 0]  # determines the form of the result
-    _check_out(Path(out), written)
+    check_out(Path(out), written)
     described = description_of(asked.found[0]) if network is None else None
     if network is None:
         model = model_of(asked.found[0])
@@ -185,7 +185,7 @@ def merge_checkpoints(
     checkpoints, converted = _read_all(asked, network, described, prefix, copies, ignore)
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
-    example = _call(inputs, dtype)
+    example = example_in(dtype, inputs)
     statistics = None if train is None else Inputs(train, dtype, equal=True)
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
         symmetry, aligned, largest = _alignment_of(
@@ -244,8 +244,10 @@ def merge_checkpoints(
         models, base = [given[place] for place in asked.models], given[0] if asked.has_base else None
         description = configuration_of(asked.settings, models, base, options)
     card = card_of(asked, aligned.reasons, description, Path(out).name)
+    has_card = not align_only and Path(out).suffix != ".safetensors"
+    beside = {"README.md": functools.partial(write_atomically, content=card)} if has_card else {}
     form = checkpoints[1 if align_only else 0]
-    place = form.write(tensors, out, out_dtype=out_dtype, readme=None if align_only else card)
+    place = form.write(tensors, out, out_dtype=out_dtype, beside=beside)
     return replace(found, out=place, notes=(*found.notes, *merged.tally.notes, *form.left_behind(out)))
 
 
@@ -267,17 +269,6 @@ def _check_arguments(asked: Sources, align: str, align_only: bool, recalibrate: 
     for needed, what in ((align == "activations", "align='activations'"), (recalibrate, "recalibrate")):
         if needed and train is None:
             raise ValueError(f"{what} needs data to run the networks on; pass data (--data).")
-
-
-def _check_out(out: Path, written: Found) -> None:
-    """Check, before any computation, that a result in the form of a file can be written."""
-    several, folder = written.file.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and written.folder is None):
-        expected = f"a folder for the shards of {written.file.name}" if several else "a file that ends in .safetensors"
-        raise ValueError(f"out is {out}; expected {expected}.")
-    # A killed run leaves only hidden files, which do not interfere.
-    if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
-        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
 
 
 def _existing(folder: Path) -> Path:
@@ -331,12 +322,6 @@ def _read_all(
     notes += [f"ignore={pattern!r} matches no tensor" for pattern in unmatched]
     checkpoints, converted = _of_one_type(found, asked.names, copies)
     return checkpoints, [*notes, *converted]
-
-
-def _call(inputs: Any, dtype: torch.dtype) -> Call:
-    """Return the example, with floating tensors in the dtype of the weights."""
-    call = Call.of(inputs)
-    return call if dtype != torch.float64 else Call(*double(tuple(call)))
 
 
 # ---- alignment

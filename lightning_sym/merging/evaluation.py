@@ -85,14 +85,21 @@ class Evaluation:
             result: Their merge after alignment, or the second one, aligned.
             align_only: Whether the result is the second one.
         """
-        found = self._found(networks, names, recalibrate=False)
+        found = self.measured(networks, names, recalibrate=False)
         if align_only:
-            return found | self._found([result], [f"{names[1]}, aligned"], recalibrate=False)
-        return found | self._found([plain, result], [PLAIN, ALIGNED], recalibrate="auto")
+            return found | self.measured([result], [f"{names[1]}, aligned"], recalibrate=False)
+        return found | self.measured([plain, result], [PLAIN, ALIGNED], recalibrate="auto")
 
-    def _found(
+    def measured(
         self, networks: Sequence[nn.Module], names: Sequence[str], *, recalibrate: bool | Literal["auto"]
     ) -> dict[str, tuple[float, float | None]]:
+        """Return loss and accuracy of networks by name.
+
+        Args:
+            networks: The networks, of one class.
+            names: Their names.
+            recalibrate: Whether to recompute the statistics of batch norms first.
+        """
         scratch = _Readable(self.copies.copy(networks[0], state_tensors(networks[0]).items()))
 
         def place(number: float) -> None:

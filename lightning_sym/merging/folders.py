@@ -23,6 +23,7 @@ _OF_WEIGHTS = (
 _NOT_COPIED = (
     *("adapter_config.json", "readme.md", "*.tmp", "trainer_state.json", "training_args.bin", "optimizer*"),
     *("scheduler*", "rng_state*", "events.out.tfevents*", "zero_to_fp32.py"),
+    *("history.csv", "report.json"),  # of a reparametrized model
 )
 _FOLDERS_NOT_COPIED = ("checkpoint-*", "global_step*", "runs", "__pycache__")
 _SMALL = 2**26  # bytes; larger files in subfolders are weights of a format without a known name

@@ -2,6 +2,7 @@
 
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
 from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.files import ReparametrizedCheckpoint, reparametrize_checkpoint
 from lightning_sym.orbit.hand_made import cross_layer_equalization, prune_by_wanda, smooth_quant
 from lightning_sym.orbit.least_norm import least_norm
 from lightning_sym.orbit.objective import Objective
@@ -24,6 +25,7 @@ __all__ = [
     "Objective",
     "OrbitDirections",
     "OrbitMinimum",
+    "ReparametrizedCheckpoint",
     "Teleportation",
     "Teleported",
     "View",
@@ -37,6 +39,7 @@ __all__ = [
     "prune_by_magnitude",
     "prune_by_wanda",
     "quantization_error",
+    "reparametrize_checkpoint",
     "round_to_nearest",
     "sharpness",
     "smooth_quant",

@@ -247,7 +247,7 @@ def _at_bounds(problem: OrbitProblem, element: Element) -> list[str]:
     """Return notes on scales and matrices that reached a bound."""
     notes = []
     for name, count in problem.stopped(element).items():
-        if name == "log_scale":
+        if not isinstance(element.parts[name], tuple):
             notes.append(f"{count} scales reached the budget of {problem.budget:g}")
         else:
             notes.append(

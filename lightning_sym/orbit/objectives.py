@@ -195,7 +195,7 @@ def objective_named(name: str, **options: Any) -> Objective:
 
 
 def _loss(given: str | Loss) -> Loss:
-    losses: dict[str, Loss] = {"cross_entropy": _cross_entropy, "mse": functional.mse_loss}
+    losses: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": functional.mse_loss}
     if callable(given):
         return given
     if given not in losses:
@@ -203,7 +203,7 @@ def _loss(given: str | Loss) -> Loss:
     return losses[given]
 
 
-def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy; classes are the last axis where the other axes are those of the targets."""
     if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
         outputs, targets = outputs.flatten(0, -2), targets.flatten()

@@ -14,7 +14,7 @@ from lightning_sym.orbit.view import View
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Additive, Factor, members
+from lightning_sym.symmetry.group.factor import Factor, members
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 
 Function = Callable[..., Tensor]
@@ -107,13 +107,14 @@ class OrbitProblem:
 
     def _inwards(self, slopes: dict[str, Tensor], element: Element) -> dict[str, Tensor]:
         """Return a derivative without the part that would leave the bounds."""
-        place = self._identity.replaced(permutation=element.parts["permutation"])
-        plain = self.symmetry.factors["permutation"].is_identity(element.parts["permutation"])
-        for factor in self._bounded:
+        outer = self._identity
+        for factor in self.symmetry.factors:
             own = element.parts[factor.name]
-            if not plain and not isinstance(factor, Additive):  # coordinates act where the element has put its units
-                own = factor.carried(own, place, self.symmetry.inverse(place))
-            slopes |= factor.inwards(own, slopes, *self.bounds)
+            if factor.inwards(own, slopes, *self.bounds):
+                # Coordinates act where the element has put the units.
+                own = factor.carried(own, outer, self.symmetry.inverse(outer))
+                slopes |= factor.inwards(own, slopes, *self.bounds)
+            outer = outer.replaced(**{factor.name: element.parts[factor.name]})
         return slopes
 
     def closed_form(self) -> Element | None:

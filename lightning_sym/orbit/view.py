@@ -136,7 +136,9 @@ def targets_of(batch: Any) -> Tensor:
     Raises:
         ValueError: If it has none.
     """
-    if isinstance(batch, Mapping):
+    if isinstance(batch, Call):
+        found = None
+    elif isinstance(batch, Mapping):
         found = batch.get("labels", batch.get("targets"))
     else:
         found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None

@@ -330,7 +330,7 @@ def new_folder(out: Path, names: Sequence[str] = ()) -> Iterator[Path]:
         raise ValueError(f"{there} is there already; expected a folder without it.")
     if out.exists() and not (out.is_dir() and (names or all(is_temporary(path) for path in out.iterdir()))):
         raise ValueError(f"{out} is there already; expected a new or an empty folder.")
-    inside = out.exists() and (out.is_mount() or any(out.iterdir()))
+    inside = out.exists() and (bool(names) or out.is_mount() or any(out.iterdir()))
     base = out if inside else out.absolute().parent
     made = [path for path in (base, *base.parents) if not path.exists()]
     scratch = base / f".{out.name}.{secrets.token_hex(8)}.tmp"
@@ -358,7 +358,7 @@ def new_folder(out: Path, names: Sequence[str] = ()) -> Iterator[Path]:
         if isinstance(error, OSError):
             where = None if error.filename is None else Path(error.filename)
             if where is None or scratch in (where, *where.parents) or where in (out, base, *made):
-                raise not_written(out, error) from error
+                raise not_written(out / names[-1] if names else out, error) from error
         raise  # of a file that is read
 
 

@@ -165,6 +165,11 @@ class Scale(Diagonal):
         """Return the shapes of the coordinates: the logarithms themselves."""
         return {"scales": (self.forms.shape[1],)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of the generators of an orbit's units; see :class:`Factor`."""
+        own = torch.from_numpy(self.tables[orbit].ravel())
+        return super().of_orbit(orbit, name).index_fill(0, own, True)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
         """Return the part at some coordinates."""
         return self.outside_cells(coordinates["scales"].clone())
@@ -186,6 +191,10 @@ class Scale(Diagonal):
         """The slots with scales."""
         return [slot for slot in self.structure.slots if self.forms[slot.rows].nnz]
 
+    def dual(self, own: Tensor) -> Tensor:
+        """Return the inverse scales."""
+        return -own
+
     def within(self, own: Tensor, budget: float, condition: float) -> Tensor:
         """Return the logarithms within bounds."""
         return own.clamp(-budget, budget)
@@ -197,7 +206,9 @@ class Scale(Diagonal):
         if "scales" not in slopes or math.isinf(budget):
             return {}
         found, nearly = slopes["scales"], budget * (1 - 1e-9)
-        return {"scales": found.masked_fill(((own >= nearly) & (found < 0)) | ((own <= -nearly) & (found > 0)), 0.0)}
+        out = ((own >= nearly) & (found < 0)) | ((own <= -nearly) & (found > 0))
+        reached = bool((own.abs() >= nearly).any())
+        return {"scales": found.masked_fill(out, 0.0)} if reached else {}
 
 
 class Sign(Diagonal):

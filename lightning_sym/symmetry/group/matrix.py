@@ -202,6 +202,12 @@ class Matrix(Factor[Matrices]):
         """Return the shapes of the logarithms of the matrices."""
         return {f"matrix {index}": (len(cell), len(cell)) for index, cell in enumerate(self.structure.dense)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of matrices on an orbit's units; see :class:`Factor`."""
+        cell = self.structure.dense[int(name.split()[1])]
+        inside = bool(np.isin(cell, self.structure.orbits[orbit]).any())
+        return super().of_orbit(orbit, name) | inside
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
         """Return the matrix exponentials of the coordinates."""
         given = [coordinates[name] for name in self.coordinates()]
@@ -217,6 +223,10 @@ class Matrix(Factor[Matrices]):
             for cell, product in zip(cells, products, strict=True):
                 found[f"matrix {cell}"] += product
         return found
+
+    def dual(self, own: Matrices) -> Matrices:
+        """Return the inverse transposes."""
+        return tuple(inverse.mT for inverse in inverted(own))
 
     def within(self, own: Matrices, budget: float, condition: float) -> Matrices:
         """Return the matrices with singular values within bounds; see :class:`Factor`."""

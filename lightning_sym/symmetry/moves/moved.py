@@ -19,6 +19,10 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 
 
+class ChangedFunctionError(RuntimeError):
+    """A reparametrization changed a network's function."""
+
+
 @dataclass(frozen=True)
 class Moved:
     """A reparametrized network; unpacks to the network and the element.
@@ -81,27 +85,39 @@ def moved(
         notes: Notes for the result.
 
     Raises:
-        RuntimeError: If the function has changed.
+        ChangedFunctionError: If the function has changed.
     """
     result = symmetry.act(element, network, check=check)
     settle(result)
     if not check:
         return Moved(result, element, tuple(notes))
-    exact, generator = double_copy(network), torch.Generator().manual_seed(0)
+    exact = double_copy(network)
     with unchecked():
         after = symmetry.act(element, exact)
     settle(after)
-    calls: list[Call] = list(on_device_of(exact, double(list(symmetry.examples))))
-    with torch.no_grad(), evaluating(exact), evaluating(after):
-        batches = [batch for call in calls for batch in batches_of(exact, call, generator)]
-        change, precision = change_between(exact, after, batches, generator)
+    change, precision = output_change(symmetry, exact, after)
     if not change <= max(symmetry.tolerance, tolerance_of(precision)):
-        raise RuntimeError(
+        raise ChangedFunctionError(
             f"the move changed the output by {change:.1e} (relative; at most {symmetry.tolerance:.1g} was expected): "
             "the weights lose too many digits in it, or the symmetry is not that of this network "
             "(symmetry.check(network) tells)"
         )
     return Moved(result, element, tuple(notes), change)
+
+
+def output_change(symmetry: Symmetry, exact: nn.Module, other: nn.Module) -> tuple[float, torch.dtype]:
+    """Return the largest relative change of an output between two networks, and the lowest precision of operations.
+
+    Args:
+        symmetry: Symmetry with the examples; inputs with noise around them are used as well.
+        exact: A network in float64. Not changed.
+        other: The same with other weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    calls: list[Call] = list(on_device_of(exact, double(list(symmetry.examples))))
+    with torch.no_grad(), evaluating(exact), evaluating(other):
+        batches = [batch for call in calls for batch in batches_of(exact, call, generator)]
+        return change_between(exact, other, batches, generator)
 
 
 def is_left(leave: str | Iterable[str], *names: str | None) -> bool:

@@ -130,7 +130,7 @@ def test_written_folders_are_loaded_and_compute_the_same(kind: str, form: str) -
     parent = made(kind)
     reference = read(saved(made(kind, 1), "reference", form))
     weights = Once(floating(read(saved(parent, "parent")).network))
-    written = reference.write(weights, "out", readme="# A model\n")
+    written = reference.write(weights, "out", beside={"README.md": lambda path: path.write_text("# A model\n")})
     assert weights.seen == {name for name in reference.names.values() if name in weights.tensors}
     again = loaded(kind, "out")
     assert torch.equal(outputs(again), outputs(parent))

@@ -1,0 +1,323 @@
+"""Checkpoints moved along the orbit of their network: files in, files with the same function out."""
+
+import csv
+import functools
+import io
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sym._files import write_atomically
+from lightning_sym._text import name_of_callable
+from lightning_sym.connectivity.interpolation import Loss
+from lightning_sym.merging.checkpoint import Checkpoint, Found, check_out, example_in, find_checkpoints, model_of
+from lightning_sym.merging.evaluation import Data, Evaluation, Inputs
+from lightning_sym.merging.network_files import NetworkFiles, with_tensors
+from lightning_sym.models import example_of
+from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
+from lightning_sym.orbit.objective import Objective
+from lightning_sym.orbit.problem import Function
+from lightning_sym.orbit.steps import OrbitStep
+from lightning_sym.symmetry.base import Symmetry, unchecked
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.moves.moved import Moved, moved, output_change
+from lightning_sym.symmetry.proof import double_copy
+from lightning_sym.symmetry.trace import trace_symmetry
+from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.zoo import versions
+
+GIVEN, RESULT = "as given", "reparametrized"
+_ELEMENT, _HISTORY, _REPORT = "element.safetensors", "history.csv", "report.json"
+
+
+@dataclass(frozen=True, eq=False)
+class ReparametrizedCheckpoint:
+    """The files that :func:`reparametrize_checkpoint` wrote, and how it went.
+
+    Attributes:
+        out: The file of weights, or the index, that was written.
+        symmetry: The symmetry of the network.
+        element: The element that maps the given network to the result.
+        before: The objective at the given network; NaN if an element was applied.
+        after: The objective at the result.
+        change: The largest relative change of an output in float64.
+        change_as_written: The same with weights rounded to the types of the file.
+        history: The steps of the descent; none if an element was applied.
+        converged: Whether the derivative fell below the tolerance.
+        seconds: Duration of the move, without reading, tracing, tests and writing.
+        losses: Loss, and accuracy or None, on the test data by network. None without test data.
+        notes: Omissions, and coordinates that were held.
+    """
+
+    out: Path
+    symmetry: Symmetry
+    element: Element
+    before: float
+    after: float
+    change: float
+    change_as_written: float
+    history: tuple[OrbitStep, ...] = field(default=(), repr=False)
+    converged: bool = False
+    seconds: float = 0.0
+    losses: Mapping[str, tuple[float, float | None]] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def reparametrize_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    objective: Objective | Function | None = None,
+    *,
+    element: str | Path | None = None,
+    inverse: bool = False,
+    network: nn.Module | None = None,
+    inputs: Any = None,
+    data: Any = None,
+    test: Data | None = None,
+    loss: Loss | None = None,
+    compressed: Mapping[str, Callable[[nn.Module], nn.Module]] | None = None,
+    prefix: str | None = None,
+    ignore: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    **options: Any,
+) -> ReparametrizedCheckpoint:
+    """Move a checkpoint along the orbit of its network, and write it with its names, types and shards.
+
+    The symmetry is traced on the network. The result computes the same function; this is verified in float64 before
+    anything is written. Beside the weights it writes the element (not if one was applied), the steps ``history.csv``
+    and ``report.json``. In a folder these are the names; for ``moved.safetensors`` the names are
+    ``moved.element.safetensors``, ``moved.history.csv`` and ``moved.report.json``. All files appear, or none.
+
+    Args:
+        checkpoint: A state dict, Lightning checkpoint, file of safetensors, the index of several, or the folder of a
+            model of transformers or timm.
+        out: A path that ends in ``.safetensors``, or a new folder if the checkpoint is an index or a folder; the
+            model's other files are then copied. Existing files are not replaced.
+        objective: The function to minimise, as :func:`minimize_on_orbit` takes it; None to apply ``element``.
+        element: A file of an element to apply, by :meth:`Symmetry.save`, or a folder with ``element.safetensors``.
+        inverse: Whether to apply the inverse of that element.
+        network: Network for the weights, with any weights. Not changed. None: as the folder describes it.
+        inputs: Example inputs: an input, a tuple of positional arguments, or a :class:`Call`. None: drawn for the
+            network of the folder.
+        data: Batches for the objective, as :func:`minimize_on_orbit` takes them.
+        test: Test batches ``(inputs, targets)`` that can be read several times, for losses before and after.
+        loss: As for :func:`lightning_sym.connectivity.barrier`.
+        compressed: Changes of networks by name, such as :func:`round_to_nearest`; losses of both networks are measured
+            after each.
+        prefix: Prefix of the weights' names, where several prefixes fit.
+        ignore: Patterns of names of tensors that are copied unchanged.
+        about: Entries of the report that describe objective, data and settings.
+        notes: Notes to add.
+        **options: Further arguments of :func:`minimize_on_orbit`.
+
+    Returns:
+        The result.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the checkpoint does not match the network, the element is of another architecture, or an
+            argument does not suit. No file remains.
+        RuntimeError: If the function has changed. No file remains.
+        OSError: If the result cannot be written. No file remains.
+    """
+    out = Path(out)
+    if (objective is None) == (element is None):
+        raise ValueError("expected an objective to minimise or an element to apply, and not both.")
+    source = _single(checkpoint)
+    named = (about or {}).get("objective") or (None if objective is None else name_of_callable(objective))
+    files = {name: _beside(out, name) for name in (_ELEMENT, _HISTORY, _REPORT)}
+    check_out(out, source, list(files.values()))
+    if objective is not None and data is None and getattr(objective, "reads_data", False):
+        raise ValueError(
+            f"{named} needs data to run the network on; pass data (--data), or an objective of the weights alone."
+        )
+    if network is None:
+        model = model_of(source)
+        network, inputs = model.network, example_of(model) if inputs is None else inputs
+    read = Checkpoint.read(source.file, network, prefix, ignore=ignore)
+    example = example_in(next(iter(read.network.parameters())).dtype, inputs)
+    symmetry = trace_symmetry(read.network, *example.positional, output=example.output, **example.keywords)
+    if moving := sorted(read.ignored & set(symmetry.structure.moving)):
+        raise ValueError(
+            f"ignore leaves out {moving[0]}, which has to move with the other weights; expected patterns of "
+            "tensors that the group does not change."
+        )
+    exact, began = double_copy(read.network), time.perf_counter()  # rounded once, to the types of the file
+    with unchecked():  # a copy of the traced network
+        if objective is not None:
+            result: Moved = minimize_on_orbit(symmetry, exact, objective, data=data, **options)
+        else:
+            found = symmetry.load(_element_in(Path(str(element))))
+            result = moved(symmetry, exact, symmetry.inverse(found) if inverse else found, check=True)
+    seconds = time.perf_counter() - began
+    tensors = {name: own for name, own in state_tensors(result.network).items() if own.is_floating_point()}
+    written = _as_written(read, tensors)
+    minimum = result if isinstance(result, OrbitMinimum) else None
+    if minimum is not None and not abs(minimum.after - minimum.before) > 1e-9 * abs(minimum.before):
+        notes = (*notes, "the objective did not change: it is at a minimum, or independent of all coordinates")
+    reparametrized = ReparametrizedCheckpoint(
+        out=out,
+        symmetry=symmetry,
+        element=result.element,
+        before=math.nan if minimum is None else minimum.before,
+        after=math.nan if minimum is None else minimum.after,
+        change=result.change,
+        change_as_written=output_change(symmetry, exact, double_copy(written))[0],
+        history=() if minimum is None else minimum.history,
+        converged=minimum is not None and minimum.converged,
+        seconds=seconds,
+        losses=None if test is None else _losses(read.network, written, test, loss, compressed or {}),
+        notes=(*notes, *read.notes, *result.notes, *symmetry.notes),
+    )
+    report = {"checkpoint": str(checkpoint), "out": str(out), "objective": named, **(about or {})}
+    report |= _numbers(reparametrized)
+    writers: dict[str, Callable[[Path], object]] = {
+        files[_REPORT]: functools.partial(write_atomically, content=json.dumps(report, indent=1, default=str) + "\n")
+    }
+    if minimum is not None:
+        writers[files[_ELEMENT]] = functools.partial(symmetry.save, result.element)
+        writers[files[_HISTORY]] = functools.partial(write_atomically, content=_table(minimum.history))
+    if out.suffix != ".safetensors":
+        card = _card(out.name, str(checkpoint), report, minimum)
+        writers["README.md"] = functools.partial(write_atomically, content=card)
+    place = read.write(tensors, out, beside=writers)
+    return replace(reparametrized, out=place)
+
+
+def calibration_batch(batches: Iterable[Sequence[Tensor]], count: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """Draw a random subset of data as one batch; memory holds no more than that and one batch.
+
+    Args:
+        batches: Batches that begin with the inputs, each tensor with one entry per input; read once.
+        count: Number of inputs, >= 1; all if there are fewer.
+        seed: Seed of the draw.
+
+    Raises:
+        ValueError: If there is no batch.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held: list[Tensor] = []
+    for batch in batches:
+        keys = torch.rand(len(batch[0]), generator=generator)
+        new = [keys, *(own.cpu() for own in batch)]
+        held = [torch.cat(pair) for pair in zip(held, new, strict=True)] if held else new
+        kept = held[0].argsort()[:count]
+        held = [own[kept] for own in held]
+    if not held:
+        raise ValueError("the data hold no batch; expected at least one.")
+    return tuple(held[1:])
+
+
+# ---- inputs
+
+
+def _single(checkpoint: str | Path) -> Found:
+    """Find one checkpoint."""
+    found = find_checkpoints(checkpoint)
+    if len(found) != 1:
+        raise ValueError(f"{checkpoint} holds {len(found)} networks; expected one: give one file of them.")
+    if found[0].adapter is not None:
+        raise ValueError(
+            f"{checkpoint} holds an adapter; expected a whole model: lightning-sym merge MODEL+ADAPTER --method "
+            "passthrough --out WHOLE writes one."
+        )
+    return found[0]
+
+
+def _element_in(path: Path) -> Path:
+    """Return the file of an element, which may be in a folder that was written here."""
+    return path / _ELEMENT if path.is_dir() else path
+
+
+# ---- results
+
+
+def _beside(out: Path, name: str) -> str:
+    """Return the name of a further file, which begins with the name of the weights unless these are in a folder."""
+    return f"{out.stem}.{name}" if out.suffix == ".safetensors" else name
+
+
+def _as_written(read: Checkpoint, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the network with weights rounded to the types of the file."""
+    own = state_tensors(read.network)
+    rounded = {
+        name: tensor.to(read.dtypes.get(name, own[name].dtype)).to(own[name].dtype) for name, tensor in tensors.items()
+    }
+    return with_tensors(read.network, rounded)
+
+
+def _losses(
+    given: nn.Module,
+    result: nn.Module,
+    test: Data,
+    loss: Loss | None,
+    compressed: Mapping[str, Callable[[nn.Module], nn.Module]],
+) -> dict[str, tuple[float, float | None]]:
+    """Return loss and accuracy of both networks, and of both after each change."""
+    dtype = next(iter(given.parameters())).dtype
+    evaluation = Evaluation(Inputs(test, dtype), None, loss, 2, False, NetworkFiles())
+    pairs = {GIVEN: given, RESULT: result}
+    makers: dict[str, Callable[[nn.Module], nn.Module]] = {"": lambda network: network}
+    makers |= {f", {name}": change for name, change in compressed.items()}
+    found: dict[str, tuple[float, float | None]] = {}
+    for suffix, change in makers.items():
+        for name, network in pairs.items():
+            found |= evaluation.measured([change(network)], [name + suffix], recalibrate=False)
+    return found
+
+
+def _numbers(found: ReparametrizedCheckpoint) -> dict[str, Any]:
+    """Return the entries of the report that were measured."""
+    rows = (
+        None
+        if found.losses is None
+        else [{"weights": name, "loss": loss, "accuracy": accuracy} for name, (loss, accuracy) in found.losses.items()]
+    )
+    numbers = {name: getattr(found, name) for name in ("before", "after", "change", "change_as_written", "seconds")}
+    return {
+        **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
+        "steps": max(len(found.history) - 1, 0),
+        "converged": found.converged,
+        "test": rows,
+        "symmetry": {"dimension": found.symmetry.dimension, "fingerprint": found.symmetry.fingerprint},
+        "notes": list(found.notes),
+        "versions": versions(),
+    }
+
+
+def _table(history: Sequence[OrbitStep]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(OrbitStep._fields)
+    writer.writerows(history)
+    return text.getvalue()
+
+
+def _card(title: str, source: str, report: Mapping[str, Any], minimum: OrbitMinimum | None) -> str:
+    """Return the text of README.md."""
+    changes = f"{report['change']:.1e} in float64, {report['change_as_written']:.1e} with stored weights"
+    lines = [
+        f"# {title}",
+        "",
+        f"The function of `{source}` with other weights, by lightning_sym.",
+        f"Largest relative change of an output: {changes}.",
+    ]
+    if minimum is not None:
+        lines += [
+            "",
+            f"Objective {report['objective']}: {minimum.before:.6g} before, {minimum.after:.6g} here.",
+            "The same for other checkpoints of this architecture:",
+            "",
+            "```bash",
+            f"lightning-sym reparametrize OTHER --apply {_ELEMENT} --out MOVED",
+            "```",
+        ]
+    return "\n".join([*lines, ""])

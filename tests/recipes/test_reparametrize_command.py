@@ -1,0 +1,521 @@
+"""``lightning-sym reparametrize``: a checkpoint in, other weights with the same function out."""
+
+import csv
+import errno
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from commands import call, succeed
+from helpers import assert_refused, randomize_statistics
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_sym.cli.reparametrize import FACTORS, OBJECTIVES
+from lightning_sym.datamodules import DigitsDataModule
+from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
+from lightning_sym.orbit import objectives, reparametrize_checkpoint, round_to_nearest, weight_norm
+from lightning_sym.orbit.directions import KINDS
+from lightning_sym.orbit.files import calibration_batch
+from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.zoo import ModelZoo
+
+pytestmark = pytest.mark.long
+
+MLP = (
+    "--network=MultiLayerPerceptron",
+    "--network.widths=[12,12]",
+    "--network.in_channels=1",
+    "--network.image_size=8",
+)
+OWN = """
+from lightning_sym.orbit import Objective
+
+class Largest(Objective):
+    def __init__(self, p=8):
+        self.p = p
+
+    def __call__(self, view, batch=None):
+        return sum(own.abs().pow(self.p).sum() for own in view.values()) ** (1 / self.p)
+"""
+X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+SIZES = {
+    **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 14},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def perceptron(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MultiLayerPerceptron(widths=(12, 12), in_channels=1, image_size=8).eval()
+
+
+def as_file(network: nn.Module, name: str) -> str:
+    save_file(network.state_dict(), name)
+    return name
+
+
+def report_of(out: str) -> dict[str, Any]:
+    """Read the report of a result, a folder or a file."""
+    path = Path(out)
+    file = path.with_suffix(".report.json") if path.suffix == ".safetensors" else path / "report.json"
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+def model(kind: str, seed: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES),
+        "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=2),
+        "qwen": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    }[kind]()
+    torch.manual_seed(seed)
+    network = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for own in network.parameters():
+            own.add_(0.3 * torch.randn_like(own))
+    return network
+
+
+def loaded(path: str) -> Any:
+    """Load a folder as its users do; nothing may be missing or surplus."""
+    transformers = pytest.importorskip("transformers")
+    network, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path, output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return network.eval()
+
+
+def squares(network: nn.Module) -> float:
+    return sum(float(own.detach().double().square().sum()) for own in network.parameters())
+
+
+def apart(one: nn.Module, two: nn.Module) -> float:
+    """Return the relative distance of the logits of two language models."""
+    ids = torch.randint(14, (4, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        a, b = one(ids).logits.double(), two(ids).logits.double()
+    return float((a - b).norm() / a.norm())
+
+
+# ---- from files to files
+
+
+# Networks of transformers compute their norms in single precision.
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [("llama", torch.float32, 1e-5), ("gemma", torch.float32, 1e-5), ("qwen", torch.bfloat16, 0.05)],
+)
+def test_folders_of_transformers_become_folders_with_the_same_function(
+    kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Grouped queries and rotary planes; gains of 1 + w and scaled, tied embeddings; tied embeddings in 16 bits."""
+    for seed, name in enumerate(("one", "two")):
+        model(kind, seed).to(dtype).save_pretrained(name)
+    Path("one/tokenizer.json").write_text("{}")
+    one, two = loaded("one"), loaded("two")
+    succeed("reparametrize", "one", "--objective=weight_norm", "--max_steps=15", "--out=moved")
+    moved = loaded("moved")
+    assert apart(one, moved) < tolerance
+    assert not torch.equal(one.lm_head.weight, moved.lm_head.weight) or kind != "llama"
+    found = report_of("moved")
+    assert found["before"] == pytest.approx(squares(one), rel=1e-6)
+    assert found["after"] == pytest.approx(squares(moved), rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert found["after"] < 0.99 * found["before"]
+    assert found["change"] < 1e-4
+    assert found["change_as_written"] < 20 * tolerance
+    assert {name: own.dtype for name, own in load_file("moved/model.safetensors").items()} == {
+        name: own.dtype for name, own in load_file("one/model.safetensors").items()
+    }
+    own = {"element.safetensors", "history.csv", "report.json", "README.md"}
+    assert {path.name for path in Path("moved").iterdir()} == {path.name for path in Path("one").iterdir()} | own
+    steps = list(csv.DictReader(Path("moved/history.csv").read_text().splitlines()))
+    assert float(steps[0]["objective"]) == pytest.approx(found["before"])
+    assert float(steps[-1]["objective"]) == pytest.approx(found["after"])
+    # The element acts on other checkpoints, and its inverse gives back the original.
+    succeed("reparametrize", "two", "--apply=moved", "--out=other")
+    assert apart(two, loaded("other")) < tolerance
+    assert not torch.equal(load_file("two/model.safetensors")[NORM], load_file("other/model.safetensors")[NORM])
+    succeed("reparametrize", "moved", "--apply=moved/element.safetensors", "--inverse", "--out=back")
+    assert {path.name for path in Path("back").iterdir()} == {path.name for path in Path("one").iterdir()} | {
+        "report.json",
+        "README.md",
+    }
+    for name, tensor in loaded("back").named_parameters():
+        torch.testing.assert_close(tensor, one.get_parameter(name), rtol=tolerance, atol=tolerance)
+
+
+NORM = "model.layers.0.post_attention_layernorm.weight"
+
+
+def test_random_tokens_are_drawn_if_they_are_asked_for() -> None:
+    model("llama", 0).save_pretrained("one")
+    result = succeed(
+        *("reparametrize", "one", "--objective=quantization_error", "--objective.bits=3", "--data=random"),
+        *("--samples=8", "--max_steps=8", "--factors=scales,rotations", "--out=moved"),
+    )
+    found = report_of("moved")
+    assert found["after"] < 0.9 * found["before"]
+    assert found["data"] == "random"
+    assert any("random inputs" in note for note in found["notes"])
+    assert "random inputs" in " ".join(result.out.split())
+    one, moved = loaded("one"), loaded("moved")
+    assert apart(one, moved) < 1e-5
+    assert apart(one, round_to_nearest(moved, 3)) < apart(one, round_to_nearest(one, 3))
+
+
+@pytest.mark.slow
+def test_a_network_of_torchvision() -> None:
+    torch.manual_seed(0)
+    network = randomize_statistics(torchvision.models.resnet18(num_classes=10)).eval()
+    x = torch.randn(2, 3, 32, 32)
+    torch.save(network.state_dict(), "a.pt")
+    options = "--network=torchvision:resnet18", "--network.num_classes=10", "--input=3,32,32"
+    sought = "--objective=quantization_error", "--data=random", "--samples=8", "--max_steps=4"
+    succeed("reparametrize", "a.pt", *options, *sought, "--out=new/moved.safetensors")
+    found = report_of("new/moved.safetensors")
+    assert found["after"] < 0.5 * found["before"]
+    assert found["change"] < 1e-10
+    moved = torchvision.models.resnet18(num_classes=10).eval()
+    moved.load_state_dict(load_file("new/moved.safetensors"))
+    torch.testing.assert_close(moved(x), network(x), rtol=1e-4, atol=1e-4)
+    back = "--apply=new/moved.element.safetensors", "--inverse", "--out=back.safetensors"
+    succeed("reparametrize", "new/moved.safetensors", *options, *back)
+    for name, tensor in load_file("back.safetensors").items():
+        torch.testing.assert_close(tensor, network.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def trained(network: nn.Module, data: DigitsDataModule) -> nn.Module:
+    optimizer = torch.optim.Adam(network.train().parameters(), lr=5e-3)
+    x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+    return network.eval()
+
+
+def test_networks_on_data_are_rounded_before_and_after() -> None:
+    data = DigitsDataModule(max_samples=300)
+    network = trained(perceptron(), data)
+    content = {"state_dict": {f"model.{name}": own for name, own in network.state_dict().items()}, "epoch": 3}
+    torch.save(content, "a.ckpt")
+    result = succeed(
+        *("reparametrize", "a.ckpt", *MLP, "--objective=quantization_error", "--objective.bits=2"),
+        *("--data=DigitsDataModule", "--data.max_samples=300", "--samples=100", "--max_steps=40"),
+        "--out=moved.safetensors",
+    )
+    found = report_of("moved.safetensors")
+    assert found["after"] < 0.5 * found["before"]
+    assert found["samples"] == 100
+    assert found["data"]["class_path"].endswith("DigitsDataModule")
+    rows = {row["weights"]: row for row in found["test"]}
+    given, moved, given_rounded, moved_rounded = rows.values()
+    assert list(rows)[2:] == [f"{name}, 2-bit weights" for name in ("as given", "reparametrized")]
+    assert given["loss"] == pytest.approx(moved["loss"], rel=1e-4)
+    assert moved_rounded["accuracy"] > given_rounded["accuracy"] + 0.05
+    assert "2-bit weights" in result.out
+    # What was written is what was measured.
+    again = perceptron()
+    again.load_state_dict(load_file("moved.safetensors"))
+    x, y = (torch.cat(parts) for parts in zip(*data.test_dataloader(), strict=True))
+    for own, row in ((again, moved), (round_to_nearest(again, 2), moved_rounded)):
+        with torch.no_grad():
+            assert row["loss"] == pytest.approx(nn.functional.cross_entropy(own(x), y).item(), rel=1e-4)
+
+
+def test_networks_on_data_are_pruned_before_and_after() -> None:
+    """Scales alone do not change what a pruned network of ReLU computes; rotations of a transformer's stream do."""
+    data = DigitsDataModule(max_samples=300)
+    settings = {"in_channels": 1, "image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
+    torch.manual_seed(0)
+    as_file(trained(VisionTransformer(**settings), data), "vit.safetensors")
+    as_file(perceptron(), "mlp.safetensors")
+    common = "--objective=sparsity", "--data=DigitsDataModule", "--data.max_samples=300", "--max_steps=30"
+    options = [f"--network.{name}={value}" for name, value in settings.items()]
+    network = "--network=VisionTransformer", *options
+    succeed("reparametrize", "vit.safetensors", *network, *common, "--out=v.safetensors")
+    found = report_of("v.safetensors")
+    assert found["after"] < 0.8 * found["before"]
+    rows = {row["weights"]: row["loss"] for row in found["test"]}
+    assert rows["reparametrized, 50% pruned"] < rows["as given, 50% pruned"]
+    result = succeed("reparametrize", "mlp.safetensors", *MLP, *common, "--out=m.safetensors")
+    assert "the objective did not change" in " ".join(result.out.split())
+
+
+def test_regression_has_squared_errors() -> None:
+    torch.manual_seed(0)
+    sizes = "--network.widths=[6]", "--network.in_channels=10", "--network.image_size=1", "--network.num_classes=1"
+    network = MultiLayerPerceptron(widths=(6,), in_channels=10, image_size=1, num_classes=1)
+    found = succeed(
+        *("reparametrize", as_file(network, "a.safetensors"), "--network=MultiLayerPerceptron", *sizes),
+        *(
+            "--objective=gradient_norm",
+            "--data=DiabetesDataModule",
+            "--samples=40",
+            "--max_steps=3",
+            "--out=b.safetensors",
+        ),
+    )
+    assert "gradient_norm: " in found.out
+    report = report_of("b.safetensors")
+    assert report["options"] == {"loss": "mse", "p": 2}
+    assert report["after"] < report["before"]
+    assert [row["accuracy"] for row in report["test"]] == [None, None]
+
+
+def test_the_same_seed_gives_the_same_files_and_double_precision_stays() -> None:
+    as_file(perceptron().double(), "a.safetensors")
+    sought = "--objective=sparsity", "--data=random", "--samples=20", "--max_steps=5", "--seed=3"
+    for out in ("one", "two"):
+        succeed("reparametrize", "a.safetensors", *MLP, *sought, f"--out={out}.safetensors")
+    assert Path("one.safetensors").read_bytes() == Path("two.safetensors").read_bytes()
+    found = load_file("one.safetensors")
+    moved = perceptron(1).double()
+    moved.load_state_dict(found)
+    torch.testing.assert_close(moved(X.double()), perceptron().double()(X.double()), rtol=1e-11, atol=1e-12)
+    assert report_of("one.safetensors")["change_as_written"] < 1e-12
+    assert {path.name for path in Path().glob("one*")} == {
+        f"one.{end}" for end in ("safetensors", "element.safetensors", "history.csv", "report.json")
+    }
+
+
+def test_objectives_of_ones_own_and_maxima_within_a_budget() -> None:
+    Path("own_objectives.py").write_text(OWN)
+    as_file(perceptron(), "a.safetensors")
+    own = "--objective=own_objectives.Largest", "--objective.p=6", "--max_steps=5", "--out=b.safetensors"
+    succeed("reparametrize", "a.safetensors", *MLP, *own)
+    found = report_of("b.safetensors")
+    assert found["options"] == {"p": 6}
+    assert found["after"] < found["before"]
+    largest = "--objective=weight_norm", "--maximize", "--budget=0.5", "--max_steps=5", "--out=c.safetensors"
+    succeed("reparametrize", "a.safetensors", *MLP, *largest)
+    assert report_of("c.safetensors")["after"] > report_of("c.safetensors")["before"]
+    balanced = "--objective=weight_norm", "--start=balanced", "--max_steps=0", "--out=d.safetensors"
+    succeed("reparametrize", "a.safetensors", *MLP, *balanced)
+    assert report_of("d.safetensors")["after"] < report_of("d.safetensors")["before"]
+
+
+def test_calibration_batches_are_random_parts_of_all_data() -> None:
+    inputs = torch.arange(50.0)
+    batches = [(part, part + 0.5) for part in inputs.split(8)]
+    one, other = (calibration_batch(batches, 20, seed) for seed in (0, 1))
+    assert torch.equal(one[1], one[0] + 0.5)
+    assert len(one[0].unique()) == 20
+    assert not torch.equal(one[0], other[0])
+    assert torch.equal(one[0], calibration_batch(iter(batches), 20)[0])
+    assert torch.equal(calibration_batch(batches, 99)[0].sort().values, inputs)
+    assert_refused(calibration_batch, [], 3, says="the data hold no batch")
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "reparametrize.md").read_text()
+LINES = [line for line in GUIDE.replace("\\\n", " ").splitlines() if line.startswith("lightning-sym reparametrize")]
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.slow] if "resnet" in line else []) for line in LINES]
+)
+def test_commands_of_the_guide(line: str) -> None:
+    if "runs/" in line:
+        torch.manual_seed(0)
+        network = VisionTransformer(in_channels=1, image_size=8, patch_size=4, width=8, depth=1, heads=2)
+        ModelZoo.add("runs/zoo-digits-vit/zoo", [network], network=network)
+    elif "resnet" in line:
+        torch.manual_seed(0)
+        torch.save(torchvision.models.resnet18().state_dict(), "resnet.pt")
+    else:
+        for seed, name in enumerate(("llama", "llama-chat")):
+            model("llama", seed).save_pretrained(name)
+    if "--apply" in line:
+        succeed("reparametrize", "llama", "--objective=weight_norm", "--max_steps=1", "--out=llama-4bit")
+    small = [] if "--apply" in line else ["--max_steps=1", *(["--samples=2"] if "--data" in line else [])]
+    assert "  report " in succeed(*line.split()[1:], *small).out
+
+
+# ---- the command line
+
+
+def test_help_names_all_objectives_and_kinds_and_fits_on_a_screen() -> None:
+    text = succeed("reparametrize", "--help").out
+    assert text == succeed("reparametrize").out
+    assert set(OBJECTIVES) == set(objectives.OBJECTIVES)
+    assert set(FACTORS) == {"all", *KINDS.values()}
+    assert all(name in text for name in (*OBJECTIVES, *FACTORS))
+    assert len(text.splitlines()) < 50
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--objective=weight_norm --out=m", "Expected one checkpoint, got none."),
+        ("a b --objective=weight_norm --out=m", "Expected one checkpoint, got a, b."),
+        ("a --objective=weight_norm", "Missing: --out."),
+        ("a --out=m", "Expected --objective or --apply, and not both."),
+        ("a --out=m --objective=weight_norm --apply=e", "Expected --objective or --apply, and not both."),
+        ("a --out=m --objective=quantisation_error", "Did you mean 'quantization_error'?"),
+        ("a --out=m --objective=weight_norm --start=hadamad", "Did you mean 'hadamard'?"),
+        ("a --out=m --objective=weight_norm --max_step=3", "reparametrize has no option 'max_step'. Did you mean"),
+        ("a --out=m --objective=weight_norm --max_steps=-3", "--max_steps takes a whole number >= 0, got -3."),
+        ("a --out=m --objective=weight_norm --budget=0", "--budget takes a number > 0, got 0."),
+        ("a --out=m --objective=weight_norm --lr=fast", "--lr takes a number > 0, got 'fast'."),
+        ("a --out=m --objective=weight_norm --maximize=3", "--maximize takes no value, got"),
+        ("a --out=m --objective=weight_norm --inverse", "--inverse is of --apply"),
+        ("a --out=m --apply=e --factors=scales", "--factors is of --objective"),
+        ("a --out=m --objective=weight_norm --samples=0", "--samples takes a whole number >= 1, got 0."),
+    ],
+)
+def test_command_lines_that_are_not_understood(options: str, says: str) -> None:
+    result = call("reparametrize", *options.split())
+    assert result.status == 2
+    assert says in result.error
+
+
+def test_misspelt_objectives_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from lightning_sym.cli import main; "
+        "main(['reparametrize', 'a', '--objective=wight_norm', '--out=b']); print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("a.pt --objective=quantization_error", "quantization_error needs data to run the network on; pass data"),
+        ("a.pt --objective=quantization_error --objective.bit=4 --data=random", "Did you mean 'bits'?"),
+        ("a.pt --objective=quantization_error --objective.bits=1 --data=random", "bits must be an integer >= 2, got 1"),
+        ("a.pt --objective=gradient_norm --data=random", "the batch holds no targets"),
+        ("a.pt --objective=weight_norm --factors=rotations", "'rotations'; expected one of: all, scales"),
+        ("a.pt --objective=weight_norm --factors=scale", "Did you mean 'scales'?"),
+        ("a.pt --objective=weight_norm --data=Digits", "There is no class 'Digits'."),
+        ("a.pt --objective=weight_norm --data=DiabetesDataModule", "the network does not run on the example input"),
+        ("a.pt --objective=mine.Own", "There is no module 'mine'"),
+        ("a.pt --objective=weight_norm --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
+        ("a.pt --objective=weight_norm --out=m", "out is m; expected a file that ends in .safetensors."),
+        ("a.pt --objective=weight_norm --out=there.safetensors", "there.safetensors exists already"),
+        ("a.pt --objective=weight_norm --out=old.safetensors", "old.report.json exists already"),
+        ("none.pt --objective=weight_norm", "There is no file"),
+        ("nan.pt --objective=weight_norm", "nan.pt holds classifier.bias with values that are not finite"),
+        ("bad.safetensors --objective=weight_norm", "bad.safetensors is damaged or no safetensors"),
+        ("wide.pt --objective=weight_norm", "wide.pt holds 'linear1.weight' of shape [13, 64], but"),
+        ("zoo --objective=weight_norm", "zoo is neither a zoo"),
+        ("a.pt --objective=weight_norm --ignore=linear1.*", "ignore leaves out linear1.bias, which has to move"),
+        ("a.pt --apply=none.safetensors", "none.safetensors"),
+        ("a.pt --apply=bad.safetensors", "bad.safetensors"),
+        ("a.pt --apply=other.safetensors", "holds an element of another symmetry"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(options: str, says: str) -> None:
+    network = perceptron()
+    state = network.state_dict()
+    torch.save(state, "a.pt")
+    torch.save({**state, "classifier.bias": state["classifier.bias"] / 0}, "nan.pt")
+    torch.save({**state, "linear1.weight": torch.zeros(13, 64)}, "wide.pt")
+    Path("bad.safetensors").write_bytes(b"x" * 100)
+    Path("there.safetensors").write_bytes(b"")
+    Path("old.report.json").write_text("{}")
+    Path("zoo").mkdir()
+    if "other" in options:
+        other = MultiLayerPerceptron(widths=(8,), in_channels=1, image_size=8)
+        found = reparametrize_checkpoint(
+            as_file(other, "b.safetensors"), "c.safetensors", weight_norm(), network=other, inputs=X, max_steps=0
+        )
+        found.symmetry.save(found.element, "other.safetensors")
+    before = set(Path().rglob("*"))
+    out = () if "--out" in options else ("--out=m.safetensors",)
+    result = call("reparametrize", *options.split(), *MLP, *out)
+    assert result.status == 1
+    assert says in result.error
+    assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} <= before
+
+
+def test_files_without_a_network_adapters_and_zoos_are_refused() -> None:
+    as_file(perceptron(), "a.safetensors")
+    assert (
+        "does not say its network; expected that, or --network"
+        in call("reparametrize", "a.safetensors", "--objective=weight_norm", "--out=m.safetensors").error
+    )
+    sought: Callable[..., Any] = functools.partial(
+        reparametrize_checkpoint, network=perceptron(), inputs=X, out="m.safetensors"
+    )
+    assert_refused(sought, "a.safetensors", says="expected an objective to minimise or an element to apply")
+    for name in ("member-0000.safetensors", "member-0001.safetensors"):
+        Path("adapter").mkdir(exist_ok=True)
+        Path("adapter", name.replace("member-0000", "adapter_model")).touch()
+    Path("adapter/adapter_config.json").write_text("{}")
+    Path("adapter/member-0001.safetensors").unlink()
+    says = "a.safetensors+adapter holds an adapter; expected a whole model: lightning-sym merge"
+    assert_refused(sought, "a.safetensors+adapter", objective=weight_norm(), says=says)
+
+
+# ---- whole or not at all
+
+
+@pytest.mark.parametrize("out", ["m.safetensors", "new/m.safetensors"])
+def test_a_full_disk_leaves_nothing_behind(out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_file(perceptron(), "a.safetensors")
+    before = sorted(Path().rglob("*"))
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(symmetry_files, "_write", fail)
+    result = call("reparametrize", "a.safetensors", *MLP, "--objective=weight_norm", "--max_steps=1", f"--out={out}")
+    assert result.status == 1
+    assert "No space left on device; no file remains" in result.error
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_run_that_is_killed_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    move: Callable[..., Any] = functools.partial(
+        reparametrize_checkpoint, as_file(perceptron(), "a.safetensors"), network=perceptron(), inputs=X
+    )
+    move("first.safetensors", weight_norm(), max_steps=1)
+    move = functools.partial(move, "m.safetensors", element="first.element.safetensors")  # without threads of autograd
+    before = set(Path().rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetry_files, "_write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        child = multiprocessing.get_context("fork").Process(target=move)
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    left = set(Path().rglob("*")) - before
+    assert left
+    assert all(any(part.startswith(".") for part in path.parts) for path in left)
+    found = move()
+    assert found.out == Path("m.safetensors")
+    assert not [path for path in Path().iterdir() if path.name.startswith(".")]
+
+
+def test_a_changed_function_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_file(perceptron(), "a.safetensors")
+    before = set(Path().rglob("*"))
+    change = "lightning_sym.symmetry.moves.moved.output_change"
+    monkeypatch.setattr(change, lambda *_: (0.5, torch.float64))
+    result = call(
+        "reparametrize", "a.safetensors", *MLP, "--objective=weight_norm", "--max_steps=1", "--out=m.safetensors"
+    )
+    assert result.status == 1
+    assert result.error.startswith("the move changed the output by 5.0e-01")
+    assert set(Path().rglob("*")) == before
