@@ -173,7 +173,7 @@ class SymmetryTeleportation(Callback):
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, found: Mapping[int, Teleported]) -> None:
         """Log the mean over members, and each member as a detail."""
-        own = {number: (one.before, one.after, one.seconds) for number, one in found.items()}
+        own: dict[int, Sequence[float]] = {n: (one.before, one.after, one.seconds) for n, one in found.items()}
         parallel = getattr(pl_module, "member_parallel", False)
         every: dict[int, Sequence[float]] = (
             {k: v for part in gathered(own) for k, v in part.items()} if parallel else own

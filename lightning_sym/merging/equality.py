@@ -159,9 +159,8 @@ def _changes_together(a: nn.Module, b: nn.Module, example: Any, generator: torch
         return []
     if not all(own.ndim and len(own) == _FEW for own in (*ours, *theirs)):
         return []
-    return [
-        change(*([own[number : number + 1] for own in outputs] for outputs in (ours, theirs))) for number in range(_FEW)
-    ]
+    places = [slice(number, number + 1) for number in range(_FEW)]
+    return [change([own[at] for own in ours], [own[at] for own in theirs]) for at in places]
 
 
 def _random_calls(examples: Sequence[Call], network: nn.Module, generator: torch.Generator) -> tuple[list[Call], int]:

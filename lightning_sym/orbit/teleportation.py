@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.orbit.descent import minimize_on_orbit
-from lightning_sym.orbit.directions import kinds_of
+from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.objectives import gradient_norm
 from lightning_sym.symmetry.base import Symmetry
@@ -126,6 +126,6 @@ class Teleportation:
     def _drawn(self, symmetry: Symmetry, generator: torch.Generator) -> Element:
         """Draw an element that changes the chosen kinds of coordinates only."""
         drawn = symmetry.sample(generator, scale=self.budget, permutations=False, signs=False)
-        asked = [self.factors] if isinstance(self.factors, str) else self.factors
-        chosen = [own.name for own in symmetry.factors if "all" in asked or kinds_of(own) & set(asked)]
+        shapes = OrbitDirections(symmetry, self.factors).shapes
+        chosen = [own.name for own in symmetry.factors if own.coordinates().keys() & shapes.keys()]
         return symmetry.identity().replaced(**{name: drawn.parts[name] for name in chosen})

@@ -166,7 +166,7 @@ def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
         ),
         (
             lambda: fit(ZooTask(network(), 1), None, SymmetryTeleportation([0], factors="cells"), max_epochs=1),
-            "kind of coordinates",
+            "Unknown factor",
         ),
     ],
 )
