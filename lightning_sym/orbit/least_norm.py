@@ -34,6 +34,7 @@ def least_norm(
         RuntimeError: If the function has changed.
 
     Example:
+        >>> import torch
         >>> from lightning_sym.symmetry import trace_symmetry
         >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
         >>> found = least_norm(trace_symmetry(network, torch.randn(2, 5)), network)
