@@ -1,24 +1,21 @@
 """Reparametrizations by hand that users know, as elements of the traced group; and pruning by Wanda."""
 
 import copy
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sym._checks import check_numbers
 from lightning_sym._distributed import on_device_of
+from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.rounding import kept, largest_inputs, listed, matrices_of, squared_inputs
-from lightning_sym.symmetry.arrays import Floats, Ints, on_axes, together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.norms import classes_of
+from lightning_sym.symmetry.group.ranges import Ranges
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
-from lightning_sym.symmetry.tracing.structure import Slot
 
 _SWEEPS = 1000
 _STILL = 1e-13  # largest change of a logarithm in the last sweep
@@ -52,7 +49,7 @@ def cross_layer_equalization(symmetry: Symmetry, network: nn.Module) -> Element:
         True
     """
     require_weights(symmetry, network)
-    ranges = _Ranges(symmetry, network, cells=True)
+    ranges = _ranges(symmetry, network, cells=True)
     for _ in range(_SWEEPS):
         largest = 0.0
         for members in ranges.classes:
@@ -61,7 +58,7 @@ def cross_layer_equalization(symmetry: Symmetry, network: nn.Module) -> Element:
             largest = max(largest, float(np.abs(change).max(initial=0.0)))
         if largest <= _STILL:
             break
-    return ranges.element()
+    return OrbitDirections(symmetry).element(ranges.coordinates())
 
 
 def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float = 0.5) -> Element:
@@ -89,7 +86,7 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
     exact = double_copy(network)
     batches = on_device_of(exact, double(listed(data)))
     largest = largest_inputs(exact, batches)
-    ranges = _Ranges(symmetry, network, cells=False)
+    ranges = _ranges(symmetry, network, cells=False)
     inputs, weights = np.zeros(len(ranges.logs)), np.zeros(len(ranges.logs))
     exponents = np.zeros(len(ranges.logs))
     for each in ranges.slices:
@@ -104,7 +101,7 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
     used &= np.isin(np.arange(len(used)), np.concatenate([np.zeros(0, int), *ranges.classes]))
     logs = np.log(inputs[used]) * alpha - np.log(weights[used]) * (1 - alpha)
     ranges.logs[used] = -logs / exponents[used]
-    return ranges.element()
+    return OrbitDirections(symmetry).element(ranges.coordinates())
 
 
 def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
@@ -147,101 +144,5 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
     return result
 
 
-class _Slices:
-    """The entries of the exponents of scales at one labelled axis of a matrix.
-
-    Args:
-        name: Name of the matrix.
-        slot: The axis.
-        columns: Which axis of the matrix its inputs index.
-        forms: The exponents at the positions of the axis.
-    """
-
-    def __init__(self, name: str, slot: Slot, columns: int, forms: sparse.csr_matrix) -> None:
-        self.name, self.slot, self.columns = name, slot, columns
-        entries = forms.tocoo()
-        self.position, self.generator, self.exponent = entries.row, entries.col, entries.data
-
-
-class _Ranges:
-    """Largest magnitudes of a network's matrices by unit, under any scales.
-
-    Args:
-        symmetry: The symmetry.
-        network: Not changed.
-        cells: Whether units on which any invertible matrix acts are scaled as well.
-
-    Attributes:
-        logs: Logarithms of the scales. Shape (scales,).
-        classes: Scales that play the same role.
-        slices: All labelled axes of matrices.
-    """
-
-    def __init__(self, symmetry: Symmetry, network: nn.Module, *, cells: bool) -> None:
-        self.symmetry, structure = symmetry, symmetry.structure
-        axes = matrices_of(network)
-        self._weights: dict[str, Tensor] = {}
-        self._slots: dict[str, list[Slot]] = {}
-        self._forms = structure.magnitudes
-        self.slices: list[_Slices] = []
-        for name, tensor in symmetry.tensors(network).items():
-            whole = name.partition("[")[0]
-            if whole not in axes or sum(size > 1 for size in tensor.shape) < 2:
-                continue
-            self._weights[name] = tensor.detach().abs().to("cpu", torch.float64)
-            self._slots[name] = [slot for slot in structure.slots_of.get(name, ()) if slot.kind == "value"]
-            self.slices += [_Slices(name, own, 1 - axes[whole], self._forms[own.rows]) for own in self._slots[name]]
-        self.logs: Floats = np.zeros(self._forms.shape[1])
-        within = range(len(structure.dense)) if cells else ()
-        self.classes: list[Ints] = classes_of(structure, structure.scale_table, self._forms, within)
-
-    def largest(self, each: _Slices) -> Floats:
-        """Return the largest magnitude at each position of an axis, under the current scales."""
-        weight = self._weights[each.name].numpy()
-        for slot in self._slots[each.name]:
-            factor = np.exp(self._forms[slot.rows] @ self.logs)
-            weight = weight * on_axes(factor, slot.shape, slot.axes, weight.ndim)
-        found: Floats = together(torch.from_numpy(weight), each.slot.axes).reshape(each.slot.size, -1).amax(1).numpy()
-        return found
-
-    def equalised(self, members: Ints) -> Floats:
-        """Return the change of some scales that makes the ranges on both sides equal."""
-        size = len(self.logs)
-        sides = {+1: np.zeros(size), -1: np.zeros(size)}
-        exponents = {+1: np.zeros(size), -1: np.zeros(size)}
-        chosen = np.zeros(size, bool)
-        chosen[members] = True
-        for each in self._touching(chosen):
-            sizes = self.largest(each)
-            for sign, side in sides.items():
-                at = chosen[each.generator] & (sign * each.exponent > 0)
-                np.maximum.at(side, each.generator[at], sizes[each.position[at]])
-                np.maximum.at(exponents[sign], each.generator[at], sign * each.exponent[at])
-        up, down = sides[+1][members], sides[-1][members]
-        change, both = np.zeros(len(members)), (up > 0) & (down > 0)
-        total = (exponents[+1] + exponents[-1])[members]
-        change[both] = (np.log(down[both]) - np.log(up[both])) / total[both]
-        return change
-
-    def _touching(self, chosen: Floats) -> Iterator[_Slices]:
-        return (each for each in self.slices if chosen[each.generator].any())
-
-    def element(self) -> Element:
-        """Return the element with these scales; within GL(d) blocks, they are diagonal matrices."""
-        structure, logs = self.symmetry.structure, torch.from_numpy(self.logs.copy())
-        inside: Mapping[int, Tensor] = _in_cells(self.symmetry)
-        dense = list(structure.same)
-        for cell, generators in inside.items():
-            dense[cell] = torch.diag(logs[generators].sum(1).exp())
-            logs[generators] = 0.0
-        identity = self.symmetry.identity()
-        return identity.replaced(log_scale=logs, **({"dense": tuple(dense)} if inside else {}))
-
-
-def _in_cells(symmetry: Symmetry) -> dict[int, Tensor]:
-    """Return the scales of the units of each GL(d) block. Each of shape (units, scales of a unit), int64."""
-    structure, found = symmetry.structure, {}
-    for units, table in zip(structure.orbits, structure.scale_table, strict=True):
-        own = structure.cell_of[units]
-        found.update({int(cell): torch.from_numpy(table[own == cell]) for cell in np.unique(own[own >= 0])})
-    return found
+def _ranges(symmetry: Symmetry, network: nn.Module, *, cells: bool) -> Ranges:
+    return Ranges(symmetry.structure, symmetry.tensors(network), matrices_of(network), cells=cells)
