@@ -27,7 +27,7 @@ LEVELS = [
     {"networks"},
     {"symmetry", "curvature", "weights"},
     {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population"},
-    {"merging", "models"},
+    {"merging", "models", "zoo_weights"},
     {"reports", "figures"},
     {"_loading"},
     {"tasks", "datamodules"},
