@@ -24,6 +24,7 @@ from lightning_sym.callbacks.spectrum_report import SpectrumReport
 from lightning_sym.callbacks.stitching_report import StitchingReport
 from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.walk_report import WalkReport
+from lightning_sym.callbacks.weight_regression_report import WeightRegressionReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport
 from lightning_sym.reports.equivalence_grids import PlaneGrid
@@ -54,6 +55,7 @@ __all__ = [
     "StitchingReport",
     "SymmetryMonitor",
     "WalkReport",
+    "WeightRegressionReport",
     "ZooExport",
     "ZooReport",
     "publish_figure",

@@ -16,6 +16,8 @@ from lightning_sym.tasks.similarity import SimilarityTask
 from lightning_sym.tasks.similarity_of_zoos import SimilarityOfZoosTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
+from lightning_sym.tasks.varied_zoo import VariedZooTask
+from lightning_sym.tasks.weight_regression import WeightRegressionTask, WeightRegressor
 from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
@@ -41,5 +43,8 @@ __all__ = [
     "SimilarityTask",
     "SquaredDistance",
     "StitchingTask",
+    "VariedZooTask",
+    "WeightRegressionTask",
+    "WeightRegressor",
     "ZooTask",
 ]
