@@ -1,6 +1,7 @@
 """The weights of the networks of a zoo, as data."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,7 @@ class ZooWeightsDataModule(TensorDataModule):
         allow: Your own packages with networks of the zoo, see ``ModelZoo.open``.
 
     Attributes:
+        zoo: As given.
         target: As given.
 
     Raises:
@@ -50,7 +52,7 @@ class ZooWeightsDataModule(TensorDataModule):
         data_seed: int = 0,
         allow: Sequence[str] | None = None,
     ) -> None:
-        self._zoo, self.target, self._allow = str(zoo), target, tuple(allow or ())
+        self.zoo, self.target, self._allow = str(zoo), target, tuple(allow or ())
         super().__init__(
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,
@@ -59,9 +61,22 @@ class ZooWeightsDataModule(TensorDataModule):
             max_samples=max_samples,
             data_seed=data_seed,
         )
+        self.num_classes = 1
+
+    # The command line asks for sizes before it trains a zoo that a recipe requires.
+
+    @property
+    def in_channels(self) -> int:
+        """Number of forms of the weights."""
+        return len(FORMS)
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Number of weights as a height, and a width of 1; a height of 1 if there is no zoo yet."""
+        return super().image_size if Path(self.zoo).is_dir() else (1, 1)
 
     def load(self) -> tuple[Pair, Pair | None, Pair | None]:
         """Return the weights and the metrics of all networks; test and validation data are held out."""
-        forms = [ZooDataset(self._zoo, self.target, form=form, flat=True, allow=self._allow) for form in FORMS]
+        forms = [ZooDataset(self.zoo, self.target, form=form, flat=True, allow=self._allow) for form in FORMS]
         inputs = torch.stack([torch.stack([own[index][0] for own in forms]) for index in range(len(forms[0]))])
         return (inputs, forms[0].targets), None, None

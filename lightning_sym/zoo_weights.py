@@ -100,7 +100,7 @@ class WeightSpace:
         Args:
             vector: Shape ``[P]``.
         """
-        parts = vector.split(self.sizes)
+        parts = vector.split(self.sizes)  # type: ignore[no-untyped-call]
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def move(self, tensors: Mapping[str, Tensor], random: torch.Generator, scale: float = 0.5) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ class ZooDataset(Dataset[tuple[Any, Tensor]]):
             self._weights = [self.space.canonical(tensors) for tensors in self._weights]
         self.targets = torch.tensor(values, dtype=next(iter(self._weights[0].values())).dtype)
         # Workers see the epoch of the main process also if they persist.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         if augmentation:
             _ = self.space.symmetry  # traced once, not in every worker
 

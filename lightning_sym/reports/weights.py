@@ -41,7 +41,7 @@ def _interval_cell(name: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
         if row[name] is None:
             return "-"
-        value, low, high = (format(own, ".2f" if abs(own) < 100 else ".0e") for own in map(row.get, keys))
+        value, low, high = (format(own, ".2f" if abs(own) < 100 else ".0e") for own in (row[key] for key in keys))
         return f"{value}\n{low}, {high}"
 
     return text

@@ -52,7 +52,7 @@ class WeightRegressor(nn.Module):
         if self.sizes is None:
             return weights
         found = []
-        for part in weights.split(self.sizes, -1):
+        for part in weights.split(self.sizes, -1):  # type: ignore[no-untyped-call]
             mean = part.mean(-1, keepdim=True)
             moments = [(part - mean).pow(power).mean(-1, keepdim=True) for power in (2, 3, 4)]
             roots = [own.sign() * own.abs().pow(1 / power) for power, own in zip((2, 3, 4), moments, strict=True)]
@@ -175,6 +175,7 @@ class WeightRegressionTask(PopulationTask):
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         inputs, targets = self.evaluation_batch(data.split_tensors("train"))
         for number, member in zip(self.population.numbers, self.population.members.values(), strict=True):
+            assert isinstance(member, WeightRegressor)
             own = inputs
             if self.arm_of(number) == "orbit":
                 own = self.moved(inputs, generator("orbit statistics", number))

@@ -49,3 +49,9 @@ def test_the_split_is_that_of_its_seed(zoo):
 
 def test_a_missing_metric_is_named_when_data_are_read(zoo):
     assert_refused(lambda: made(zoo, target="val/accuracy").setup(), says="it has: test/accuracy")
+
+
+def test_sizes_that_the_command_line_asks_for_need_no_zoo(zoo, tmp_path):
+    early, data = made(tmp_path / "later"), made(zoo)
+    assert (early.in_channels, early.num_classes, early.image_size) == (2, 1, (1, 1))
+    assert (data.in_channels, data.num_classes, data.image_size) == (2, 1, (data.input_shape[1], 1))
