@@ -26,6 +26,7 @@ from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
 from lightning_sym.callbacks.symmetry_teleportation import SymmetryTeleportation
 from lightning_sym.callbacks.teleportation_report import TeleportationReport
 from lightning_sym.callbacks.walk_report import WalkReport
+from lightning_sym.callbacks.weight_regression_report import WeightRegressionReport
 from lightning_sym.callbacks.zoo_export import ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport
 from lightning_sym.reports.equivalence_grids import PlaneGrid
@@ -58,6 +59,7 @@ __all__ = [
     "SymmetryTeleportation",
     "TeleportationReport",
     "WalkReport",
+    "WeightRegressionReport",
     "ZooExport",
     "ZooReport",
     "publish_figure",

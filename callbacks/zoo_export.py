@@ -37,7 +37,10 @@ class ZooExport(AfterFit):
         path: The zoo's folder; available after ``setup``.
     """
 
-    needs = ("numbers", "member_seeds", "member_parallel", "network", "execution", "stopped", "kept", "split_metrics")
+    needs = (
+        *("numbers", "member_seeds", "member_parallel", "member_settings", "network", "execution", "stopped", "kept"),
+        "split_metrics",
+    )
     example = "ZooTask"
     folder = "zoo"
 
@@ -194,6 +197,7 @@ def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
         "accelerator": trainer.strategy.root_device.type,
+        **({"settings": own} if (own := task.member_settings(number)) else {}),
     }
 
 

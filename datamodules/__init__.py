@@ -18,6 +18,7 @@ from lightning_sym.datamodules.mnist import FashionMNISTDataModule, MNISTDataMod
 from lightning_sym.datamodules.mnist5k import MNIST5kDataModule
 from lightning_sym.datamodules.tensors import DatasetDataModule, TensorDataModule
 from lightning_sym.datamodules.transforms import ImageTransform, Quadrant, Resized, Rotated, Translated
+from lightning_sym.datamodules.zoo_weights import ZooWeightsDataModule
 
 __all__ = [
     "BrodenDataModule",
@@ -47,4 +48,5 @@ __all__ = [
     "TensorDataModule",
     "TensorLoader",
     "Translated",
+    "ZooWeightsDataModule",
 ]

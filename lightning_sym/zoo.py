@@ -397,6 +397,33 @@ class ModelZoo:
         return wrong
 
 
+def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Tensor:
+    """Return two random inputs of the shape that a member was trained on: tokens, or of its weights' dtype.
+
+    Args:
+        zoo: Its zoo.
+        number: The member's number.
+        network: The member.
+        data: The datamodule, asked where the zoo does not know the size; or None.
+
+    Raises:
+        ValueError: If neither knows.
+    """
+    known = zoo.member(number).data
+    shape = known.get("input_shape", getattr(data, "input_shape", None))
+    if shape is None:
+        raise ValueError(
+            f"The zoo at {zoo.path} does not record the shape of its networks' inputs, and neither do the data; use a "
+            "datamodule with input_shape."
+        )
+    tokens = known.get("tokens", getattr(data, "tokens", None))
+    source = torch.Generator().manual_seed(0)
+    if tokens is not None:
+        return torch.randint(tokens, (2, *shape), generator=source)
+    example = torch.rand(2, *shape, generator=source)
+    return example.to(next(network.parameters()).dtype)
+
+
 def statistics(values: Sequence[float]) -> dict[str, float]:
     """Return mean, min, max and standard deviation (population form) of the values."""
     mean = math.fsum(values) / len(values)

@@ -252,11 +252,16 @@ def randomize_statistics(network: nn.Module, seed: int = 0) -> nn.Module:
     return network
 
 
-def write_zoo(folder: Path, networks: Sequence[Network], data: Any) -> Path:
-    """Write networks as the members 0, 1, ... of a zoo trained on a datamodule, and return its folder."""
+def write_zoo(folder: Path, networks: Sequence[Network], data: Any, accuracies: Sequence[float] = ()) -> Path:
+    """Write networks as the members 0, 1, ... of a zoo trained on a datamodule, and return its folder.
+
+    Accuracies are those of the test split; there may be more than networks.
+    """
     for number, network in enumerate(networks):
         state = {name: tensor.detach() for name, tensor in network.state_dict().items()}
-        write_member(folder, number, state, architecture=network.architecture, data=data.identity())
+        metrics = {"test": {"accuracy": accuracies[number]}} if accuracies else {}
+        record = {"architecture": network.architecture, "data": data.identity(), "metrics": metrics}
+        write_member(folder, number, state, **record)
     rebuild_manifest(folder)
     return folder
 

@@ -356,8 +356,10 @@ class RecipeCLI(LightningCLI):
         """Run the requirements of a trial as further trials, in a temporary folder."""
         self._trial = Path(tempfile.mkdtemp(prefix="lightning-sym-"))
         atexit.register(shutil.rmtree, self._trial, ignore_errors=True)
+        folders: dict[tuple[str, Path], Path] = {}  # one for options that name the same folder
         for number, requirement in enumerate(self._required):
-            self._required[number] = replace(requirement, folder=self._trial / str(number))
+            folder = folders.setdefault((requirement.recipe, requirement.folder), self._trial / str(number))
+            self._required[number] = replace(requirement, folder=folder)
             redirect(config, requirement.option, self._required[number].folder)
 
     def _earlier_run(self) -> list[Path]:
@@ -451,6 +453,8 @@ class RecipeCLI(LightningCLI):
         If it fails, the processes that it started, which would wait for this one, are ended.
         """
         for requirement in self._required:
+            if requirement.met:  # by another option's
+                continue
             make(requirement, self._get(self.config, "trainer"), self._trial)
         try:
             super()._run_subcommand(subcommand)

@@ -17,6 +17,8 @@ from lightning_sym.tasks.similarity_of_zoos import SimilarityOfZoosTask
 from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.teleportation import TeleportationTask
+from lightning_sym.tasks.varied_zoo import VariedZooTask
+from lightning_sym.tasks.weight_regression import WeightRegressionTask, WeightRegressor
 from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
@@ -43,5 +45,8 @@ __all__ = [
     "SquaredDistance",
     "StitchingTask",
     "TeleportationTask",
+    "VariedZooTask",
+    "WeightRegressionTask",
+    "WeightRegressor",
     "ZooTask",
 ]

@@ -5,13 +5,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_sym._text import other_settings
 from lightning_sym.networks import Network, build
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
+from lightning_sym.zoo import example_input as example_input
 
 Pair = tuple[int, int]
 
@@ -139,33 +137,6 @@ def require_members(zoo: ModelZoo, numbers: Iterable[int]) -> None:
                 f"{str(error).removesuffix('.')}; pairs, of the command line or of the recipe, names it: say "
                 "--model.pairs all, or pairs of these."
             ) from None
-
-
-def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Tensor:
-    """Return two random inputs of the shape that a member was trained on: tokens, or of its weights' dtype.
-
-    Args:
-        zoo: Its zoo.
-        number: The member's number.
-        network: The member.
-        data: The datamodule, asked where the zoo does not know the size; or None.
-
-    Raises:
-        ValueError: If neither knows.
-    """
-    known = zoo.member(number).data
-    shape = known.get("input_shape", getattr(data, "input_shape", None))
-    if shape is None:
-        raise ValueError(
-            f"The zoo at {zoo.path} does not record the shape of its networks' inputs, and neither do the data; use a "
-            "datamodule with input_shape."
-        )
-    tokens = known.get("tokens", getattr(data, "tokens", None))
-    source = torch.Generator().manual_seed(0)
-    if tokens is not None:
-        return torch.randint(tokens, (2, *shape), generator=source)
-    example = torch.rand(2, *shape, generator=source)
-    return example.to(next(network.parameters()).dtype)
 
 
 def check_data(zoo: ModelZoo, number: int, data: Any, *, trial: bool) -> None:

@@ -198,6 +198,10 @@ class ZooTask(PopulationTask):
         """Return the index of the member of the initial zoo that a member starts from."""
         return number
 
+    def member_settings(self, number: int) -> dict[str, Any]:
+        """Return the training settings of one member that differ from those of others, for its file."""
+        return {}
+
     def make_population(self, numbers: list[int]) -> Population:
         """Return the members with these numbers, of this rank."""
         if self.execution == "loop":

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_sym._tags import MOST_CURVES, is_detail
 from lightning_sym.callbacks import BatchNormRecalibration, MergingReport
 from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.datamodules import DigitsDataModule, Resized
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import (
     CurveTask,
@@ -33,6 +34,7 @@ from lightning_sym.tasks import (
     RotationTask,
     StitchingTask,
     TeleportationTask,
+    WeightRegressionTask,
     ZooTask,
 )
 from lightning_sym.tasks._divergence import Divergence
@@ -119,6 +121,20 @@ def search(**settings: Any) -> EquivalenceTask:
     return EquivalenceTask(perceptron(), **{**own, **settings})
 
 
+class DigitsAsWeights(WeightRegressionTask):
+    """Reads the 64 pixels of a digit as the weights of a network with 64 of them, and its class as their metric."""
+
+    def evaluation_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        images, labels = batch
+        weights = images.flatten(-3) / (255 if images.dtype == torch.uint8 else 1)
+        return torch.stack([weights, weights.sort(-1).values], -2), labels[..., None] / 10
+
+
+def weight_regression(zoo: Path, **settings: Any) -> WeightRegressionTask:
+    own = {"members": 5, "hidden": 4, "optimizer": functools.partial(SGD, lr=0.005)}
+    return DigitsAsWeights(str(zoo.parent / "tiny"), **{**own, **settings})
+
+
 @dataclass
 class Case:
     """A task under test.
@@ -169,6 +185,7 @@ CASES = {
         processes={"ddp_fork": 2},
     ),
     "fine-tuning": Case(fine_tuning, MEMBER, 1, 1),
+    "weight-regression": Case(weight_regression, MEMBER, 1, 1, vmap=False, smooth={"arms": ["raw", "statistics"]}),
     "matching": Case(matching, {"pairs": [[0, 2]]}, 0, 1, vmap=False, processes={"ddp_fork": 2}),
     "pruning": Case(pruning, {"members": [1]}, 0, 1, vmap=False, processes={"ddp_fork": 3}),
     "teleportation": Case(
@@ -194,6 +211,8 @@ def zoo(tmp_path_factory) -> Path:
     """Return a zoo of two small CNNs with batch norms, beside ``perceptrons``, three without; and ``trained``."""
     folder = tmp_path_factory.mktemp("population")
     write_zoo(folder / "perceptrons", [perceptron().fresh(n) for n in range(3)], digits())
+    tiny = MultiLayerPerceptron(widths=(2,), image_size=4)  # with 64 weights
+    write_zoo(folder / "tiny", [tiny.fresh(0)], DigitsDataModule(transforms=[Resized(4)]))
     write_zoo(folder / "trained", [trained(n) for n in range(3)], digits())
     networks = [randomize_statistics(MyrtleCNN(2, in_channels=1, image_size=8).fresh(n), n) for n in range(2)]
     return write_zoo(folder / "zoo", networks, digits())

@@ -91,7 +91,7 @@ class Command:
         given, recipe = dict(self.options), settings(self.recipe)
         run_dir = given.get("run_dir", recipe["run_dir"])
         found = {run_dir: self}
-        if recipe["model"]["class_path"].endswith(".ZooTask"):
+        if recipe["model"]["class_path"].endswith("ZooTask"):
             found[given.get("zoo_dir", f"{run_dir}/zoo")] = self
         if recipe["model"]["class_path"].endswith(".RashomonPruning"):
             own = recipe["model"]["init_args"] | {name.removeprefix("model."): value for name, value in given.items()}

@@ -13,6 +13,7 @@ _GUIDES = {
     "curve/digits_geometry": "curve-geometry.md",
     "learning_coefficient": "learning-coefficients.md",
     "merging": "merging-tasks.md",
+    "weights": "learning-on-weights.md",
 }
 
 _TOP = """# Recipes

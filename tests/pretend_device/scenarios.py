@@ -63,6 +63,7 @@ from lightning_sym.callbacks import (
     SymmetryTeleportation,
     TeleportationReport,
     WalkReport,
+    WeightRegressionReport,
     ZooExport,
     ZooReport,
     publishing,
@@ -75,6 +76,7 @@ from lightning_sym.datamodules import (
     GaussianInputsDataModule,
     Quadrant,
     TensorDataModule,
+    ZooWeightsDataModule,
 )
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network, RelaxedNetwork
 from lightning_sym.stitching import STITCHING_MAPS
@@ -93,6 +95,8 @@ from lightning_sym.tasks import (
     SquaredDistance,
     StitchingTask,
     TeleportationTask,
+    VariedZooTask,
+    WeightRegressionTask,
     ZooTask,
 )
 
@@ -255,6 +259,32 @@ SCENARIOS |= {
     ),
     "zoo_evidence_vmap": functools.partial(zoo, execution="vmap", callbacks=[evidence], prior_precision=1.0),
 }
+
+
+@scenario
+def zoo_varied(folder):
+    """Settings of each member, and learning on the weights of such a zoo."""
+    for execution in ("loop", "vmap"):
+        run(
+            folder / execution,
+            lambda: VariedZooTask(perceptron(), members=2, execution=execution),  # noqa: B023
+            lambda path: [ZooExport(str(path / "zoo"))],
+            digits,
+        )
+
+
+@scenario
+def weight_regression(folder):
+    accuracies = [number / 12 for number in range(12)]
+    zoo = str(write_zoo(folder / "zoo", [perceptron().fresh(n) for n in range(12)], digits(), accuracies))
+    run(
+        folder,
+        lambda: WeightRegressionTask(zoo, members=5, hidden=4),
+        lambda path: [WeightRegressionReport(dirpath=str(path / "results"))],
+        lambda: ZooWeightsDataModule(zoo, batch_size=4),
+        interrupt="1 0",
+        waits=True,  # for random elements, which are drawn on the CPU
+    )
 
 
 @scenario

@@ -24,6 +24,7 @@ import lightning_sym.callbacks
 import lightning_sym.datamodules
 from lightning_sym._tags import is_detail
 from lightning_sym.cli import main
+from lightning_sym.datamodules import ZooWeightsDataModule
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.datamodules.base import LabelledImages
 from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
@@ -110,15 +111,17 @@ def test_what_a_recipe_requires_is_what_the_other_recipe_leaves(name, built):
     assert type(built.data) is data_class(name)
     for option, other in settings(name)["requires"].items():
         several, _, entry = option.rpartition(".")
-        assert several in ("model", "model.zoos")
-        folder = built.model.folders[entry] if several == "model.zoos" else getattr(built.model, entry)
+        assert several in ("model", "model.zoos", "data")
+        of = built.data if several == "data" else built.model
+        folder = built.model.folders[entry] if several == "model.zoos" else getattr(of, entry)
         recipe, *options = shlex.split(other)
         if options:  # not what the recipe leaves by itself, and so somewhere else
             assert folder != settings(recipe)["run_dir"] + "/zoo"
             assert folder.endswith("/zoo")
         else:
             assert folder == settings(recipe)["run_dir"] + "/zoo"
-        assert data_class(recipe) is data_class(name)
+        # The weights of a zoo are other data than its images.
+        assert data_class(name) in (data_class(recipe), ZooWeightsDataModule)
 
 
 @pytest.mark.parametrize("name", one_in(3, ZOOS))

@@ -27,7 +27,7 @@ LEVELS = [
     {"networks"},
     {"symmetry", "curvature", "weights"},
     {"stitching", "connectivity", "landscape", "similarity", "dissection", "ensembles", "zoo", "population"},
-    {"merging", "models", "orbit"},
+    {"merging", "models", "orbit", "zoo_weights"},
     {"reports", "figures"},
     {"_loading"},
     {"tasks", "datamodules"},
