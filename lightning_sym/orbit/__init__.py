@@ -3,6 +3,7 @@
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
 from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.hand_made import cross_layer_equalization, prune_by_wanda, smooth_quant
+from lightning_sym.orbit.least_norm import least_norm
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.objectives import (
     OBJECTIVES,
@@ -25,6 +26,7 @@ __all__ = [
     "View",
     "cross_layer_equalization",
     "gradient_norm",
+    "least_norm",
     "minimize_on_orbit",
     "objective_named",
     "path_norm",

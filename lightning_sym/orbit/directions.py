@@ -1,22 +1,26 @@
 """Orbit directions: pull gradients back from weights to the group.
 
-See docs/theory/matching.md, 3.1.
+See docs/theory/orbit.md, 1.
 """
 
+import fnmatch
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 ALL = "all"
 # The kinds of coordinates, by the first word of their names.
 KINDS = {
     "scales": "scales",
     "matrix": "cells",
+    "gained": "gained",
     "rotation": "rotations",
     "phases": "phases",
     "shifts": "shifts",
@@ -24,37 +28,59 @@ KINDS = {
 }
 
 
+def kinds_of(symmetry: Symmetry) -> list[str]:
+    """List the kinds of coordinates that a network's group has."""
+    return list(dict.fromkeys(KINDS[name.split()[0]] for name in _shapes(symmetry)))
+
+
+def _shapes(symmetry: Symmetry) -> dict[str, tuple[int, ...]]:
+    return {name: own for factor in symmetry.factors for name, own in factor.coordinates().items() if own[0]}
+
+
 class OrbitDirections:
     """Coordinates of the continuous part of a symmetry group near the identity, where they are 0.
 
     They are those of all factors with coordinates: logarithms of scales, antisymmetric matrices for streams, arbitrary
-    matrices for GL(d) blocks, angles of rotary pairs, vectors for shifts and tilts.
+    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and tilts.
 
     Args:
         symmetry: The symmetry.
-        factors: The kinds of coordinates: "all", or some of ``scales``, ``cells``, ``rotations``, ``phases``,
-            ``shifts`` and ``tilts``.
+        factors: "all", or a list of kinds of coordinates (``scales``, ``cells``, ``gained``, ``rotations``, ``phases``,
+            ``shifts`` and ``tilts``) and of patterns of names of axis groups (``"blocks.*.mlp*"``). A pattern selects
+            the coordinates of its units; no shift belongs to one axis group.
         fixed: Coordinates that remain 0: masks by name.
 
     Attributes:
-        shapes: The shapes of the coordinates, by name.
+        shapes: The shapes of the coordinates that move, by name.
+        fixed: Masks of the entries among these that remain 0, by name.
+        whole: Whether all kinds of coordinates were asked for.
 
     Raises:
-        ValueError: If there is no such kind of coordinates.
+        ValueError: If there is no such kind of coordinates, and no axis group of such a name.
     """
 
     def __init__(
         self, symmetry: Symmetry, factors: str | Iterable[str] = ALL, fixed: Mapping[str, Tensor] | None = None
     ) -> None:
-        self.symmetry, self.fixed = symmetry, dict(fixed or {})
-        found = {name: own for factor in symmetry.factors for name, own in factor.coordinates().items() if own[0]}
-        kinds = {name: KINDS[name.split()[0]] for name in found}
+        self.symmetry = symmetry
+        found, kinds = _shapes(symmetry), kinds_of(symmetry)
         asked = [factors] if isinstance(factors, str) else list(factors)
-        for kind in asked:
-            if kind != ALL and kind not in kinds.values():
-                present = [ALL, *dict.fromkeys(kinds.values())]
-                raise ValueError(unknown("kind of coordinates of this network's group", kind, present))
-        self.shapes = {name: shape for name, shape in found.items() if ALL in asked or kinds[name] in asked}
+        self.whole = ALL in asked
+        patterns = [own for own in asked if own != ALL and own not in kinds]
+        groups = [group.name for group in symmetry.groups]
+        for pattern in patterns:
+            if not fnmatch.filter(groups, pattern):
+                options = [ALL, *kinds, *groups]
+                raise ValueError(unknown("factor or axis group", pattern, options))
+        orbits = [n for n, group in enumerate(groups) if any(fnmatch.fnmatchcase(group, own) for own in patterns)]
+        masks = {}
+        for name, shape in found.items():
+            moves = self.whole or KINDS[name.split()[0]] in asked
+            masks[name] = torch.full(shape, not moves) if moves else ~_of_orbits(symmetry, orbits, name, shape)
+            if fixed and name in fixed:
+                masks[name] = masks[name] | fixed[name]
+        self.shapes = {name: shape for name, shape in found.items() if not bool(masks[name].all())}
+        self.fixed = {name: masks[name] for name in self.shapes if bool(masks[name].any())}
 
     def zeros(self) -> dict[str, Tensor]:
         """Return the coordinates of the identity, by name; float64, on the CPU."""
@@ -83,15 +109,34 @@ class OrbitDirections:
             The derivatives, by coordinate name, of the coordinates' shapes; float64, on the CPU.
         """
         moving = self.symmetry.structure.slots_of
-        gradients = {name: own.detach().double().cpu() for name, own in gradients.items() if name in moving}
-        weights = {name: weights[name].detach().double().cpu() for name in gradients}
-        for name in gradients:
-            for slot in moving[name]:
-                if slot.kind == "variance":  # v' = s^2 (v + epsilon) - epsilon
-                    weights[name] = 2 * (weights[name] + slot.epsilon)
-        found = [factor.pulled_back(weights, gradients) for factor in self.symmetry.factors]
+        gradients = {name: doubled(own) for name, own in gradients.items() if name in moving}
+        exact = ConvertedTensors(weights, doubled)
+        factors = (own for own in self.symmetry.factors if not self.shapes.keys().isdisjoint(own.coordinates()))
+        found = [factor.pulled_back(exact, gradients) for factor in factors]
         result = {name: own for each in found for name, own in each.items() if name in self.shapes}
         for name, mask in self.fixed.items():
             if name in result:
                 result[name] = result[name].masked_fill(mask, 0.0)
         return result
+
+
+def _of_orbits(symmetry: Symmetry, orbits: Iterable[int], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a mask of the entries of coordinates that belong to the units of some orbits."""
+    structure, (kind, *rest) = symmetry.structure, name.split()
+    mask, index = torch.zeros(shape, dtype=torch.bool), int(rest[0]) if rest else 0
+    for orbit in orbits:
+        units = structure.orbits[orbit]
+        if kind == "scales":
+            mask[torch.from_numpy(structure.scale_table[orbit].ravel())] = True
+        elif kind == "phases":
+            phases = structure.phase_of[units]
+            mask[torch.from_numpy(phases[phases >= 0])] = True
+        elif kind == "matrix":
+            mask |= bool(np.isin(structure.dense[index], units).any())
+        elif kind in ("gained", "rotation"):
+            mask |= {"gained": structure.gained, "rotation": structure.rotations}[kind][index].orbit == orbit
+        elif kind == "tilt":
+            places = structure.tilts[index].moved
+            slots = [slot for at, axis in places for slot in structure.slots_of[at] if slot.axes == (axis,)]
+            mask |= any(bool(np.isin(slot.unit, units).any()) for slot in slots)
+    return mask

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry.base import Symmetry
@@ -41,13 +41,16 @@ class Objective(ABC):
         """
         return self
 
-    def closed_form(self, symmetry: Symmetry, network: nn.Module, kinds: frozenset[str]) -> Element | None:
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
         """Return the element to the minimum, where there is a formula; None otherwise.
 
         Args:
             symmetry: The network's symmetry.
-            network: In float64 and evaluation mode. Not changed.
-            kinds: The kinds of coordinates that may move.
+            view: The network at the start.
+            batches: All batches.
+            kinds: The kinds of coordinates that move, as :class:`OrbitDirections` names them.
         """
         return None
 

@@ -15,9 +15,13 @@ from torch.nn import functional
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import twice_differentiable
+from lightning_sym.orbit.closed_forms import least_dual_squares, least_squares
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.rounding import Granularity, RoundedInputs, check_rounding, kept, matrices_of, rounded
 from lightning_sym.orbit.view import View, call_of, targets_of
+from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.tracing.calls import Call
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,7 +41,7 @@ def weight_norm(p: float = 2) -> Objective:
         ValueError: If the power is not positive.
     """
     check_numbers("> 0", p=p)
-    return _WeightNorm(p)
+    return WeightNorm(p)
 
 
 def path_norm(p: float = 2) -> Objective:
@@ -55,7 +59,7 @@ def path_norm(p: float = 2) -> Objective:
             positively homogeneous in its inputs and biases.
     """
     check_numbers("> 0", p=p)
-    return _PathNorm(p)
+    return PathNorm(p)
 
 
 def gradient_norm(loss: str | Loss = "cross_entropy", p: float = 2) -> Objective:
@@ -65,14 +69,15 @@ def gradient_norm(loss: str | Loss = "cross_entropy", p: float = 2) -> Objective
     scales. Several batches give the mean of their norms, which is larger than the norm of the mean.
 
     Args:
-        loss: "cross_entropy", "mse", or a function of outputs and targets that returns the mean loss.
+        loss: "cross_entropy" (classes along the last axis), "mse", or a function of outputs and targets that returns
+            the mean loss.
         p: The power, > 0.
 
     Raises:
         ValueError: If the power is not positive, or there is no such loss.
     """
     check_numbers("> 0", p=p)
-    return _GradientNorm(_loss(loss), p)
+    return GradientNorm(_loss(loss), p)
 
 
 def sharpness(
@@ -103,7 +108,7 @@ def sharpness(
         check_integers(1, probes=probes)
         if kind == "top":
             raise ValueError("probes estimate the trace; leave these out for kind='top'.")
-    return _Top(_loss(loss)) if kind == "top" else _Trace(_loss(loss), probes)
+    return LargestCurvature(_loss(loss)) if kind == "top" else GaussNewtonTrace(_loss(loss), probes)
 
 
 def quantization_error(
@@ -134,10 +139,10 @@ def quantization_error(
     check_rounding(bits, granularity, activations)
     check_words(("kind", kind, ("output", "range")))
     if kind == "output":
-        return _QuantizationError(bits, granularity, activations)
+        return ErrorOfRounding(bits, granularity, activations)
     if activations is not None:
         raise ValueError("kind='range' looks at weights alone; leave activations out, or choose kind='output'.")
-    return _Range(bits, granularity)
+    return RangeOfWeights(bits, granularity)
 
 
 def sparsity(fraction: float = 0.5, kind: Literal["output", "l1"] = "output") -> Objective:
@@ -158,7 +163,7 @@ def sparsity(fraction: float = 0.5, kind: Literal["output", "l1"] = "output") ->
     """
     check_numbers("in [0, 1)", fraction=fraction)
     check_words(("kind", kind, ("output", "l1")))
-    return _Sparsity(fraction) if kind == "output" else _RelativeL1()
+    return ErrorOfPruning(fraction) if kind == "output" else RelativeL1()
 
 
 OBJECTIVES: Mapping[str, Callable[..., Objective]] = MappingProxyType(
@@ -190,7 +195,7 @@ def objective_named(name: str, **options: Any) -> Objective:
 
 
 def _loss(given: str | Loss) -> Loss:
-    losses: dict[str, Loss] = {"cross_entropy": functional.cross_entropy, "mse": functional.mse_loss}
+    losses: dict[str, Loss] = {"cross_entropy": _cross_entropy, "mse": functional.mse_loss}
     if callable(given):
         return given
     if given not in losses:
@@ -198,17 +203,31 @@ def _loss(given: str | Loss) -> Loss:
     return losses[given]
 
 
-class _WeightNorm(Objective):
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy; classes are the last axis where the other axes are those of the targets."""
+    if outputs.ndim > 2 and outputs.shape[:-1] == targets.shape:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return functional.cross_entropy(outputs, targets)
+
+
+class WeightNorm(Objective):
     """See :func:`weight_norm`."""
 
     def __init__(self, p: float) -> None:
         self.p, self.smooth = p, p > 1
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
         return _power_sum(view.values(), self.p)
 
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the balanced element for p = 2; see :class:`Objective`."""
+        return least_squares(symmetry, view.parameters, kinds) if self.p == 2 else None
 
-class _PathNorm(Objective):
+
+class PathNorm(Objective):
     """See :func:`path_norm`."""
 
     reads_data = True
@@ -217,6 +236,11 @@ class _PathNorm(Objective):
         self.p, self.smooth = p, p > 1
 
     def begun(self, view: View, batches: Sequence[Any]) -> Objective:
+        """Check that the network has paths; see :class:`Objective`.
+
+        Raises:
+            ValueError: If it has norms, or is not linear in positive inputs.
+        """
         if any(isinstance(module, (nn.modules.batchnorm._NormBase, nn.LayerNorm)) for module in view.module.modules()):
             raise ValueError("path norms are of linear maps and ReLU, but the network has norms; fold these first.")
         with torch.no_grad():
@@ -230,18 +254,21 @@ class _PathNorm(Objective):
 
     def _run(self, view: View, batch: Any, size: float = 1.0) -> Tensor:
         call = call_of(batch)
-        ones = [
-            torch.full_like(own[:1], size) if isinstance(own, Tensor) and own.is_floating_point() else own
-            for own in call.positional
-        ]
+
+        def filled(given: Any) -> Any:
+            filling = isinstance(given, Tensor) and given.is_floating_point()
+            return torch.full_like(given[:1], size) if filling else given
+
+        ones = Call(tuple(map(filled, call.positional)), {n: filled(own) for n, own in call.keywords.items()})
         powers = {name: own.abs().pow(self.p) for name, own in view.items() if own.is_floating_point()}
-        return view.replaced(powers).output(call._replace(positional=tuple(ones)))
+        return view.replaced(powers).output(ones._replace(output=call.output))
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
         return self._run(view, batch).sum()
 
 
-class _GradientNorm(Objective):
+class GradientNorm(Objective):
     """See :func:`gradient_norm`."""
 
     reads_data = True
@@ -250,14 +277,30 @@ class _GradientNorm(Objective):
         self.loss, self.p, self.smooth = loss, p, p > 1
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
+        slopes = self._slopes(view, batch, create_graph=True)
+        return _power_sum([own for own in slopes.values() if own is not None], self.p)
+
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the element of the dual problem for p = 2 and one batch; see :class:`Objective`."""
+        if self.p != 2 or len(batches) != 1:
+            return None
+        slopes = self._slopes(view, batches[0], create_graph=False)
+        whole = {name: torch.zeros_like(view[name]) if own is None else own for name, own in slopes.items()}
+        return least_dual_squares(symmetry, whole, kinds)
+
+    def _slopes(self, view: View, batch: Any, *, create_graph: bool) -> dict[str, Tensor | None]:
+        """Return the gradient of the loss by each parameter that has one."""
+        leaves = {name: own for name, own in view.items() if own.requires_grad}
         with torch.enable_grad(), twice_differentiable():
             value = self.loss(view.output(batch), targets_of(batch))
-            weights = [own for own in view.values() if own.requires_grad]
-            gradients = torch.autograd.grad(value, weights, create_graph=True, allow_unused=True)
-        return _power_sum([own for own in gradients if own is not None], self.p)
+            found = torch.autograd.grad(value, list(leaves.values()), create_graph=create_graph, allow_unused=True)
+        return dict(zip(leaves, found, strict=True))
 
 
-class _Curvature(Objective):
+class GaussNewton(Objective):
     """The Gauss-Newton matrix of a mean loss."""
 
     reads_data = True
@@ -282,7 +325,7 @@ class _Curvature(Objective):
         return (speed * turned).sum()
 
 
-class _Trace(_Curvature):
+class GaussNewtonTrace(GaussNewton):
     """See :func:`sharpness`."""
 
     def __init__(self, loss: Loss, probes: int | None) -> None:
@@ -290,8 +333,24 @@ class _Trace(_Curvature):
         self.probes = probes
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
         with twice_differentiable():
-            return self._exact(view, batch) if self.probes is None else self._estimate(view, batch, self.probes)
+            if self.probes is not None:
+                return self._estimate(view, batch, self.probes)
+            return torch.stack([own.sum() for own in self._diagonal(view, batch).values()]).sum()
+
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the element of the dual problem over scales alone; see :class:`Objective`."""
+        if self.probes is not None or kinds != {"scales"}:
+            return None
+        with twice_differentiable():
+            diagonals = [{n: own.detach() for n, own in self._diagonal(view, batch).items()} for batch in batches]
+        means = {name: torch.stack([own[name] for own in diagonals]).mean(0) for name in diagonals[0]}
+        if any(bool((own < 0).any()) for own in means.values()):  # a loss that is not convex
+            return None
+        return least_dual_squares(symmetry, {name: own.sqrt() for name, own in means.items()}, kinds)
 
     def _estimate(self, view: View, batch: Any, probes: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -300,7 +359,8 @@ class _Trace(_Curvature):
             total = total + self.form(view, batch, _signs(view, generator)).to(total)
         return total / probes
 
-    def _exact(self, view: View, batch: Any) -> Tensor:
+    def _diagonal(self, view: View, batch: Any) -> dict[str, Tensor]:
+        """Return the diagonal of the matrix, by parameter."""
         call, targets = call_of(batch), targets_of(batch)
         inputs = call.positional
         if call.keywords or not all(isinstance(own, Tensor) for own in inputs):
@@ -326,17 +386,18 @@ class _Trace(_Curvature):
             return view.replaced(own).output(batched).reshape(-1)
 
         slopes = vmap(torch.func.jacrev(single), in_dims=(None, *(0 for _ in inputs)))(weights, *inputs)
-        total = torch.zeros((), dtype=outputs.dtype, device=outputs.device)
-        for own in slopes.values():
+        found = {}
+        for name, own in slopes.items():
             rows = own.reshape(count, width, -1)
-            total = total + (inner * (rows @ rows.mT)).sum()
-        return total / count
+            found[name] = ((inner @ rows) * rows).sum((0, 1)).view(weights[name].shape) / count
+        return found
 
 
-class _Top(_Curvature):
+class LargestCurvature(GaussNewton):
     """See :func:`sharpness`."""
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
         with twice_differentiable():
             return self.form(view, batch, self._vector(view, batch))
 
@@ -378,7 +439,7 @@ class _Top(_Curvature):
         return shaped(vector / vector.norm())
 
 
-class _Changed(Objective):
+class ErrorOfOutputs(Objective):
     """The relative squared error of the outputs of a network with changed weights.
 
     Attributes:
@@ -395,6 +456,7 @@ class _Changed(Objective):
         self._references: list[tuple[Any, Tensor]] = []
 
     def begun(self, view: View, batches: Sequence[Any]) -> Objective:
+        """Compute the outputs of the network itself; see :class:`Objective`."""
         self._axes = matrices_of(view.module)
         with torch.no_grad():
             self._references = [(batch, view.output(batch).detach()) for batch in batches]
@@ -405,8 +467,9 @@ class _Changed(Objective):
         raise NotImplementedError
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
         if batch is None:
-            raise ValueError(f"{type(self).__name__.strip('_')} needs data to run the network on; pass data=...")
+            raise ValueError(f"{type(self).__name__} needs data to run the network on; pass data=...")
         axes = self._axes or matrices_of(view.module)
         wanted = next((own for one, own in self._references if one is batch), None)
         if wanted is None:
@@ -418,7 +481,7 @@ class _Changed(Objective):
         return (found - wanted).square().sum() / wanted.square().sum()
 
 
-class _QuantizationError(_Changed):
+class ErrorOfRounding(ErrorOfOutputs):
     """See :func:`quantization_error`."""
 
     def __init__(self, bits: int, granularity: Granularity, activations: int | None) -> None:
@@ -426,10 +489,11 @@ class _QuantizationError(_Changed):
         self.bits, self.granularity, self.activations = bits, granularity, activations
 
     def changed(self, weight: Tensor, axis: int) -> Tensor:
+        """Return the changed weights; see :class:`ErrorOfOutputs`."""
         return rounded(weight, self.bits, axis if self.granularity == "channel" else None)
 
 
-class _Sparsity(_Changed):
+class ErrorOfPruning(ErrorOfOutputs):
     """See :func:`sparsity`."""
 
     def __init__(self, fraction: float) -> None:
@@ -437,10 +501,11 @@ class _Sparsity(_Changed):
         self.fraction = fraction
 
     def changed(self, weight: Tensor, axis: int) -> Tensor:
+        """Return the changed weights; see :class:`ErrorOfOutputs`."""
         return weight * kept(weight, self.fraction)
 
 
-class _OfMatrices(Objective):
+class OfMatrices(Objective):
     """The mean over matrices of a function of each."""
 
     smooth = False
@@ -451,28 +516,31 @@ class _OfMatrices(Objective):
         raise NotImplementedError
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
         found = [self.of(view[name], axis) for name, axis in matrices_of(view.module).items()]
         if not found:
             raise ValueError("the network has no matrix or kernel; expected at least one.")
         return torch.stack(found).mean()
 
 
-class _Range(_OfMatrices):
+class RangeOfWeights(OfMatrices):
     """See :func:`quantization_error`."""
 
     def __init__(self, bits: int, granularity: Granularity) -> None:
         self.bits, self.granularity = bits, granularity
 
     def of(self, weight: Tensor, axis: int) -> Tensor:
+        """Return the value of a matrix; see :class:`OfMatrices`."""
         rows = weight.movedim(axis, 0).flatten(1) if self.granularity == "channel" else weight.reshape(1, -1)
         steps = rows.abs().amax(1) / (2 ** (self.bits - 1) - 1)
         return steps.square().mean() / 12 / weight.square().mean()
 
 
-class _RelativeL1(_OfMatrices):
+class RelativeL1(OfMatrices):
     """See :func:`sparsity`."""
 
     def of(self, weight: Tensor, axis: int) -> Tensor:
+        """Return the value of a matrix; see :class:`OfMatrices`."""
         return weight.abs().mean() / weight.square().mean().sqrt()
 
 

@@ -17,8 +17,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 Granularity = Literal["tensor", "channel"]
 Scope = Literal["tensor", "global"]
 
-# Linear maps: where their input and their weight are among the arguments, and the input's axis of features, from the
-# end, by the number of axes of one sample's features.
+# Linear maps: the places of their input and of their weight among the arguments, and the input's axis of features.
 _LINEAR = {
     functional.linear: (0, 1, -1),
     torch.addmm: (1, 2, -1),
@@ -72,7 +71,7 @@ def round_to_nearest(
     with torch.no_grad():
         for name, parameter in result.named_parameters():
             if name in axes:
-                parameter.copy_(rounded(parameter, bits, axes[name] if granularity == "channel" else None))
+                parameter.copy_(rounded(parameter.double(), bits, axes[name] if granularity == "channel" else None))
     if activations is not None:
         ranges = None if data is None else _ranges(result, activations, data)
         hooks = _Hooks(activations, ranges)
@@ -177,9 +176,14 @@ def rounded(weight: Tensor, bits: int, axis: int | None = None, largest: Tensor 
 
 def kept(weight: Tensor, fraction: float) -> Tensor:
     """Return a mask of the weights that pruning by magnitude keeps; of the same shape, bool."""
-    mask = torch.ones(weight.numel(), dtype=torch.bool, device=weight.device)
-    smallest = weight.detach().abs().reshape(-1).argsort(stable=True)
-    mask[smallest[: round(fraction * weight.numel())]] = False
+    sizes = weight.detach().abs().reshape(-1)
+    count = round(fraction * len(sizes))
+    if not count:
+        return torch.ones_like(weight, dtype=torch.bool)
+    largest = sizes.kthvalue(count).values
+    mask = sizes > largest
+    equal = (sizes == largest).nonzero()[:, 0]  # the last of these are kept
+    mask[equal[len(equal) - (len(sizes) - count - int(mask.sum())) :]] = True
     return mask.view(weight.shape)
 
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym.networks import Network
-from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.directions import OrbitDirections, kinds_of
 from lightning_sym.population import LoopPopulation
 from lightning_sym.stitching import sinkhorn
 from lightning_sym.symmetry import Element, Symmetry
@@ -158,7 +158,9 @@ class MidpointPopulation(LoopPopulation):
         self, symmetry: Symmetry, members: Sequence[tuple[Network, Network, str | None]], keep_function: float = 1.0
     ) -> None:
         methods = {method for *_, method in members}
-        directions = OrbitDirections(symmetry) if "orbit_descent" in methods else None
+        # Midpoints normalise by batches (matrices between gains would change the function), and have no buffers.
+        kinds = [kind for kind in kinds_of(symmetry) if kind in ("scales", "cells", "rotations", "phases")]
+        directions = OrbitDirections(symmetry, kinds) if "orbit_descent" in methods else None
         maps = SoftMaps(symmetry) if "soft_maps" in methods else None
 
         def make(number: int) -> nn.Module:

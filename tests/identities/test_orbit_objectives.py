@@ -1,5 +1,7 @@
 """Objectives over orbits: they agree with written networks, with differences, and with plain second computations."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -117,6 +119,69 @@ def test_clipped_activations_stay_within_the_ranges_of_the_data():
     assert relative_error(result, network, 10 * inputs) > 1e-3
     dynamic = round_to_nearest(network, 16, activations=16)
     assert relative_error(dynamic, network, 10 * inputs) < 1e-7
+
+
+class Conv1D(nn.Module):
+    """The layer of GPT-2: its weight is transposed."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def test_channels_are_outputs_where_weights_are_transposed():
+    torch.manual_seed(0)
+    for layer in (Conv1D(6, 4), nn.ConvTranspose2d(6, 4, 3)):
+        weight = round_to_nearest(layer, 3, "channel").weight.movedim(1, 0).flatten(1)
+        largest = layer.weight.movedim(1, 0).flatten(1).abs().amax(1)
+        assert torch.allclose(weight.abs().amax(1), largest)
+        assert all(len(row.unique()) <= 7 for row in weight)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(Conv1D(6, 4), (5, 6)), (Attention(), (2, 5, 8))], ids=["addmm", "mha"])
+def test_activations_of_other_layers_are_rounded(layer, shape):
+    torch.manual_seed(0)
+    layer, inputs = layer.double().eval(), torch.randn(*shape).double()
+    largest = inputs.abs().max()
+    by_hand = round_to_nearest(layer, 12)((inputs / largest * 3).round() / 3 * largest)
+    written = round_to_nearest(layer, 12, activations=3)
+    assert torch.allclose(written(inputs), by_hand)
+    with torch.no_grad():
+        assert torch.allclose(written(inputs), by_hand)
+    assert torch.allclose(
+        quantization_error(12, activations=3)(seen(layer), inputs),
+        torch.tensor(relative_error(written, layer, inputs)).double(),
+    )
+
+
+def test_hooks_end_after_an_error_and_travel_with_copies():
+    network, (inputs, _) = mlp()
+    written = copy.deepcopy(round_to_nearest(network, 4, activations=3, data=inputs))
+    before = written(inputs)
+    with pytest.raises(RuntimeError):
+        written(inputs[:, :3])
+    assert torch.equal(network(inputs), network(inputs))
+    assert torch.equal(written(inputs), before)
+    assert not torch.equal(round_to_nearest(network, 4)(inputs), before)
+
+
+def test_equal_weights_are_pruned_to_the_number_that_was_asked_for():
+    layer = nn.Linear(5, 4, bias=False)
+    layer.weight.data = torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0]).repeat(4, 1)
+    for fraction, count in ((0.1, 2), (0.5, 10), (0.9, 18)):
+        assert int((prune_by_magnitude(layer, fraction).weight == 0).sum()) == max(count, 4)
 
 
 def test_pruning_of_all_tensors_together_takes_the_smallest_weights():
@@ -306,4 +371,16 @@ def test_objectives_of_weights_alone_move_no_scales_unless_asked():
     symmetry = trace_symmetry(network, inputs)
     found = minimize_on_orbit(symmetry, network, quantization_error(4, kind="range"), max_steps=20)
     assert not bool(found.element.log_scale.any())
+    assert found.after < found.before
+
+
+@pytest.mark.parametrize("objective", [weight_norm(), gradient_norm(), sharpness()], ids=["norm", "gradient", "trace"])
+def test_descents_start_at_closed_forms_and_agree_with_those_without(objective):
+    network, batch = mlp()
+    symmetry = trace_symmetry(network, batch[0])
+    found = minimize_on_orbit(symmetry, network, objective, data=batch)
+    assert any("closed form" in note for note in found.notes)
+    assert len(found.history) <= 3
+    descent = minimize_on_orbit(symmetry, network, lambda view, given: objective(view, given), data=batch)
+    assert abs(found.after - descent.after) < 1e-9 * descent.after
     assert found.after < found.before

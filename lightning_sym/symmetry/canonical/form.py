@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,8 +280,28 @@ def balanced_element(symmetry: Symmetry, network: nn.Module, *, signs: bool) -> 
     return _Course(symmetry, symmetry.tensors(network), wanted, kept=False).run(whole=False).element
 
 
+def least_element(symmetry: Symmetry, tensors: Mapping[str, Tensor], *, cells: bool) -> Element:
+    """Return the element of least sum of squares over scales, and GL(d) blocks if wanted; all else stays.
+
+    Args:
+        symmetry: The network's.
+        tensors: Parameters as :meth:`Symmetry.tensors` gives them, or others that move alike.
+        cells: Whether GL(d) blocks move.
+    """
+    wanted = Wanted("balanced", signs=False, order=False, partly=True)
+    only = ("log_scale", "dense") if cells else ("log_scale",)
+    return _Course(symmetry, tensors, wanted, kept=False, only=only).run(whole=False).element
+
+
 class _Course(Gathered):
     """A network's weights on their way to the canonical form: factors are asked, rung by rung.
+
+    Args:
+        symmetry: The network's.
+        given: Its tensors.
+        wanted: The form.
+        kept: Whether moved tensors are kept, or computed again on request.
+        only: The names of the factors that are asked; None for all.
 
     Attributes:
         element: The product of all elements so far.
@@ -291,13 +311,23 @@ class _Course(Gathered):
         unsettled: Last change of the quantities that are computed in turn.
     """
 
-    def __init__(self, symmetry: Symmetry, given: Mapping[str, Tensor], wanted: Wanted, *, kept: bool = True) -> None:
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        given: Mapping[str, Tensor],
+        wanted: Wanted,
+        *,
+        kept: bool = True,
+        only: Collection[str] | None = None,
+    ) -> None:
         self._given = {name: tensor.detach() for name, tensor in given.items()}
         exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
         names = [group.name for group in symmetry.groups]
         dtype = None if kept or exact else torch.float32
         super().__init__(symmetry.factors.plan, wanted, names, symmetry.parameter_names, dtype)
-        self.symmetry, self._kept = symmetry, kept  # whether moved tensors are kept, or recomputed on request
+        self.symmetry, self._kept = symmetry, kept
+        asked = (own for own in symmetry.factors if only is None or own.name in only)
+        self._asked = [own for own in asked if own.concerned(wanted)]
         self.element = self.identity = symmetry.identity()
         self.lifeless: dict[int, Bools] | None = None
         self.sweeps, self.residual, self.converged, self.unsettled = 0, 0.0, True, 0.0
@@ -333,7 +363,7 @@ class _Course(Gathered):
         return self
 
     def _on(self, rung: Rung) -> list[Factor[Any]]:
-        return [own for own in self.symmetry.factors if own.rung == rung and own.concerned(self.wanted)]
+        return [own for own in self._asked if own.rung == rung]
 
     def _find(self, rung: Rung, whole: bool) -> None:
         """Let the factors of a rung, and of all after it, bring weights to their form."""

@@ -1,5 +1,6 @@
 """Diagonal factors: positive scales and signs."""
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -170,14 +171,25 @@ class Scale(Diagonal):
         """Return the derivative with respect to the logarithms; see :class:`Factor`."""
         found = self.identity()
         for slot in self.structure.slots:
-            if slot.tensor in weights and self.forms[slot.rows].nnz:
-                inner = along(weights[slot.tensor] * gradients[slot.tensor], slot.axes).reshape(-1)
+            if slot.tensor in gradients and self.forms[slot.rows].nnz:
+                own = weights[slot.tensor]
+                own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own  # v' = s^2 (v + epsilon) - epsilon
+                inner = along(own * gradients[slot.tensor], slot.axes).reshape(-1)
                 found += torch.from_numpy(self.forms[slot.rows].T @ inner)
         return {"scales": self.outside_cells(found)}
 
-    def within(self, own: Tensor, budget: float) -> Tensor:
+    def within(self, own: Tensor, budget: float, condition: float) -> Tensor:
         """Return the logarithms within bounds."""
         return own.clamp(-budget, budget)
+
+    def inwards(
+        self, own: Tensor, slopes: Mapping[str, Tensor], budget: float, condition: float
+    ) -> Mapping[str, Tensor]:
+        """Return derivatives without those of scales that would leave their bounds; see :class:`Factor`."""
+        if "scales" not in slopes or math.isinf(budget):
+            return {}
+        found, nearly = slopes["scales"], budget * (1 - 1e-9)
+        return {"scales": found.masked_fill(((own >= nearly) & (found < 0)) | ((own <= -nearly) & (found > 0)), 0.0)}
 
 
 class Sign(Diagonal):

@@ -594,19 +594,34 @@ class Factor(ABC, Generic[P]):
         """Return the derivative of a loss of the moved weights with respect to the coordinates, at 0.
 
         Args:
-            weights: Parameters, by name, float64.
-            gradients: Those of the loss, of the same names and shapes.
+            weights: Parameters and buffers, by name, float64.
+            gradients: The loss's derivatives by some of them, by name.
         """
         return {}
 
-    def within(self, own: P, budget: float) -> P:
+    def within(self, own: P, budget: float, condition: float) -> P:
         """Return the nearest part with bounded magnitudes.
 
         Args:
             own: The part.
             budget: Bound of the absolute logarithms of scales and of singular values.
+            condition: Bound of the logarithms of condition numbers.
         """
         return own
+
+    def inwards(self, own: P, slopes: Mapping[str, Tensor], budget: float, condition: float) -> Mapping[str, Tensor]:
+        """Return derivatives of a loss that falls, without what would lead out of bounds that a part has reached.
+
+        Args:
+            own: The part.
+            slopes: Derivatives with respect to coordinates, by name.
+            budget: See :meth:`within`.
+            condition: See :meth:`within`.
+
+        Returns:
+            Those of the derivatives that differ, by name.
+        """
+        return {}
 
     # Files.
 

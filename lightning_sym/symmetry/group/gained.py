@@ -17,7 +17,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, require_passing
 from lightning_sym.symmetry.group.gained_forms import around, usable, wants_matrices
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
-from lightning_sym.symmetry.group.matrix import random_matrix
+from lightning_sym.symmetry.group.matrix import bounded, random_matrix
 from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
@@ -175,6 +175,33 @@ class GainedMatrix(Factor[Matrices]):
     def gains(self) -> frozenset[str]:
         """The gains around the matrices."""
         return frozenset(name for cell in self.structure.gained for gain in cell.gains for name in gain.names)
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the logarithms of the matrices."""
+        return {f"gained {index}": (cell.size, cell.size) for index, cell in enumerate(self.structure.gained)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
+        """Return the matrix exponentials of the coordinates."""
+        given = (coordinates[name] for name in self.coordinates())
+        return tuple(torch.linalg.matrix_exp(own) if bool(own.any()) else NO_MATRIX for own in given)
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the coordinates; see :class:`Factor`."""
+        found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.coordinates().items()}
+        gains = [[gain.of(weights) for gain in cell.gains] for cell in self.structure.gained]
+        for slot in self.structure.slots:
+            for place in self.structure.gained_places.get(slot.offset, ()) if slot.tensor in gradients else ():
+                at, outside = torch.from_numpy(place.at), around(place, gains[place.cell])
+                own, slopes = (
+                    together(each[slot.tensor], slot.axes)[at].reshape(len(at), -1) for each in (weights, gradients)
+                )
+                products = (slopes * outside[:, None]) @ (own / outside[:, None]).mT
+                found[f"gained {place.cell}"] += -products.mT if place.read else products
+        return found
+
+    def within(self, own: Matrices, budget: float, condition: float) -> Matrices:
+        """Return the matrices with singular values within bounds; see :class:`Factor`."""
+        return bounded(own, budget, condition)
 
     def _fits(self, member: Tensor) -> bool:
         return member.ndim == 2 and member.shape in {(cell.size, cell.size) for cell in self.structure.gained}

@@ -209,21 +209,70 @@ class Matrix(Factor[Matrices]):
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the coordinates; see :class:`Factor`."""
         found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.coordinates().items()}
-        slices = zip(cell_slices(self.structure, weights), cell_slices(self.structure, gradients), strict=True)
+        given = {name: weights[name] for name in gradients}
+        slices = zip(cell_slices(self.structure, given), cell_slices(self.structure, gradients), strict=True)
         for (_, cells, read, own), (_, _, _, gradient) in slices:
             products = -own @ gradient.mT if read else gradient @ own.mT
             for cell, product in zip(cells, products, strict=True):
                 found[f"matrix {cell}"] += product
         return found
 
-    def within(self, own: Matrices, budget: float) -> Matrices:
+    def within(self, own: Matrices, budget: float, condition: float) -> Matrices:
         """Return the matrices with singular values within bounds; see :class:`Factor`."""
-        result = []
-        for matrix in own:
-            left, values, right = torch.linalg.svd(matrix)
-            bounded = values.clamp(math.exp(-budget), math.exp(budget))
-            result.append(matrix if torch.equal(bounded, values) else left @ torch.diag(bounded) @ right)
-        return tuple(result)
+        return bounded(own, budget, condition)
+
+    def inwards(
+        self, own: Matrices, slopes: Mapping[str, Tensor], budget: float, condition: float
+    ) -> Mapping[str, Tensor]:
+        """Return derivatives without the growth of singular values at their bounds; see :class:`Factor`."""
+        found = {}
+        for index in beyond(own, budget * (1 - 1e-9), condition * (1 - 1e-9)):
+            if (name := f"matrix {index}") in slopes:
+                found[name] = _inwards(own[index], slopes[name], budget * (1 - 1e-9), condition * (1 - 1e-9))
+        return found
+
+
+def beyond(matrices: Matrices, budget: float, condition: float) -> list[int]:
+    """List the matrices with singular values out of bounds; empty matrices have none."""
+    found = []
+    for size in {len(matrix) for matrix in matrices} - {0}:
+        alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
+        logs = torch.linalg.svdvals(torch.stack([matrices[index] for index in alike])).log()
+        out = (logs[:, 0] - logs[:, -1] > condition) | (logs.abs().amax(1) > budget)
+        found += [alike[place] for place in torch.nonzero(out).ravel().tolist()]
+    return found
+
+
+def bounded(matrices: Matrices, budget: float, condition: float) -> Matrices:
+    """Return matrices with singular values within bounds; see :meth:`Factor.within`."""
+    result = list(matrices)
+    for index in beyond(matrices, budget, condition):
+        left, values, right = torch.linalg.svd(matrices[index])
+        low, high = _limits(values.log(), budget, condition)
+        result[index] = (left * values.clamp(math.exp(low), math.exp(high))) @ right
+    return tuple(result)
+
+
+def _limits(logs: Tensor, budget: float, condition: float) -> tuple[float, float]:
+    """Return the bounds of the logarithms of falling singular values: around their middle, and within the budget."""
+    middle = float(logs[0] + logs[-1]) / 2
+    low, high = (min(max(middle + side * condition / 2, -budget), budget) for side in (-1, 1))
+    return low, high
+
+
+def _inwards(matrix: Tensor, slope: Tensor, budget: float, condition: float) -> Tensor:
+    """Return a derivative by X in exp(X) A, without what moves singular values of A out of their bounds.
+
+    The logarithm of a singular value with left vector u grows by u^T X u.
+    """
+    left, values, _ = torch.linalg.svd(matrix)
+    low, high = _limits(values.log(), budget, condition)
+    for side, reached in ((1.0, values.log() >= high), (-1.0, values.log() <= low)):
+        axes = left[:, reached]
+        outwards, turn = torch.linalg.eigh(-side * axes.mT @ (slope + slope.mT) @ axes / 2)
+        own = axes @ turn
+        slope = slope + side * (own * outwards.clamp_min(0)) @ own.mT
+    return slope
 
 
 def random_matrix(size: int, draw: Draw) -> Tensor:

@@ -189,7 +189,7 @@ class Phase(Additive):
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the angles; see :class:`Factor`."""
         found = self.identity()
-        for phase, x, y, along_x, along_y in self._planes(weights, gradients):
+        for phase, along_x, along_y, x, y in self._planes(gradients, weights):
             found.index_add_(0, torch.from_numpy(phase), (along_y * x - along_x * y).sum(1))
         return {"phases": found}
 

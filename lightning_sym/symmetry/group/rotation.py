@@ -255,7 +255,7 @@ class Rotations(Factor[Turns]):
         """Return the derivative with respect to the coordinates; see :class:`Factor`."""
         found = {}
         for index, rotation in enumerate(self.structure.rotations):
-            products = weight_products(self.structure, index, gradients, weights)
+            products = weight_products(self.structure, index, gradients, weights)  # inf or nan after gains of 0
             found[f"rotation {index}"] = antisymmetric(products, rotation.fixes_ones)
         return found
 

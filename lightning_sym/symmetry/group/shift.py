@@ -143,3 +143,16 @@ class Shift(Additive):
         moved = sparse.vstack([found[name] for name in parameters]).tocsr()
         buffers = [matrix for name, matrix in found.items() if name not in parameters]
         return moved @ kernel(sparse.vstack(buffers).tocsr()) if buffers else moved
+
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the coordinates: the entries themselves."""
+        return {"shifts": (self.size,)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
+        """Return the part at some coordinates."""
+        return coordinates["shifts"].clone()
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the entries; see :class:`Factor`."""
+        space = self.structure.shifts
+        return {"shifts": torch.from_numpy(space.at(weights).pulled_back(gradients))} if space else {}

@@ -128,7 +128,8 @@ def weight_products(
     total = torch.zeros(size, size, dtype=torch.float64)
     # Gains of the second network are divided out, and multiplied onto the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1
     # S)'>.
-    theirs = stream_rows(structure, index, current, current)
+    shared = {name: current[name] for name in target if name in structure.slots_of}
+    theirs = stream_rows(structure, index, shared, current)
     ours = stream_rows(
         structure, index, target, {name: 1 / current[name] for name, _ in structure.rotations[index].gains}
     )

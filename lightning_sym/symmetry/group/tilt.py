@@ -157,6 +157,32 @@ class Tilts(Factor[Vectors]):
                 result.append(factor - moved @ total / size**2)
         return Canonical({self.name: tuple(result)}, notes)
 
+    def coordinates(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the coordinates: vectors a with the maps exp(a 1^T)."""
+        return {f"tilt {index}": (tilt.size,) for index, tilt in enumerate(self.structure.tilts)}
+
+    def at(self, coordinates: Mapping[str, Tensor]) -> Vectors:
+        """Return the part at some coordinates: exp(a 1^T) = I + (e^s - 1) / s a 1^T, with s = 1^T a."""
+        found = []
+        for vector in (coordinates[name] for name in self.coordinates()):
+            total = float(vector.sum())
+            found.append(vector * (math.expm1(total) / total if total else 1.0))
+        return tuple(found)
+
+    def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the derivative with respect to the coordinates; see :class:`Factor`."""
+        found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.coordinates().items()}
+        for index, tilt in enumerate(self.structure.tilts):
+            own, ones = found[f"tilt {index}"], torch.ones(tilt.size, dtype=torch.float64)
+            for name, axis in (place for place in (*tilt.moved, *tilt.readers) if place[0] in gradients):
+                rows, slopes = (each[name].movedim(axis, 0).reshape(tilt.size, -1) for each in (weights, gradients))
+                gain = weights[tilt.gains[name]] if name in tilt.gains else ones
+                if (name, axis) in tilt.moved:
+                    own += gain * (slopes @ ((1 / gain) @ rows))
+                else:
+                    own -= gain * (rows @ ((1 / gain) @ slopes))
+        return found
+
 
 class TiltAction(LinearAction):
     """The action of the maps on single axes: they add a matrix of rank one.

@@ -612,6 +612,47 @@ class Located:
                 found[writers.name] = found[writers.name] + self._rates_of_writers(writers)
         return found
 
+    def pulled_back(self, gradients: Mapping[str, Tensor]) -> Floats:
+        """Return the derivative of a loss by the entries of an element, at zero: the transpose of :meth:`rates`.
+
+        Args:
+            gradients: Derivatives of the loss by tensors, by name, float64, on the CPU.
+
+        Returns:
+            Shape (size,).
+        """
+        parts, entries = self.parts, self.space.entries
+        total, result = np.zeros(self.matrix.shape[0]), np.zeros(self.space.size)
+        flat = {name: own.reshape(parts.shapes[name]) for name, own in gradients.items() if name in parts.shapes}
+        for part in parts.free:
+            if part.name in flat:
+                np.add.at(total, part.at, flat[part.name].sum_to_size(part.at.shape).numpy())
+        for rows in parts.readers:
+            if rows.name in flat:
+                by, number = self._places_of_rows(rows)
+                np.add.at(total, number, by * flat[rows.name].numpy())
+        for step in reversed(parts.steps):
+            used = np.flatnonzero(step.columns >= 0)
+            made = torch.zeros(step.columns.shape, dtype=torch.float64)
+            made[torch.from_numpy(used)] = torch.from_numpy(self._by_column[:, step.columns[used]].T @ total)
+            if bool(made.any()) and step.names <= self.tensors.keys():
+                source = torch.zeros(1, *step.source.shape, dtype=torch.float64, requires_grad=True)
+                with torch.enable_grad():
+                    reached = self._made(step, source, self.weights)
+                (found,) = torch.autograd.grad(reached, source, made.reshape(reached.shape))
+                np.add.at(total, step.source, found[0].numpy())
+        result[:entries] = self._by_column[:, :entries].T @ total
+        for writers in parts.writers:
+            if writers.name in flat:
+                order = [*writers.kept(), *writers.axes]
+                own = flat[writers.name].permute(order).reshape(-1, writers.size).numpy()
+                result[writers.places] = (self.patterns(writers)[writers.spread].T @ own).ravel()
+        return result * self.multiples
+
+    @cached_property
+    def _by_column(self) -> sparse.csc_matrix:
+        return self.matrix.tocsc()
+
     def direct(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
         """Return the direct additions of each entry of an element to tensors, without those through weights.
 
@@ -652,12 +693,17 @@ class Located:
         return total
 
     def _rates_of_rows(self, rows: Readers, total: sparse.csr_matrix) -> sparse.csr_matrix:
+        by, number = self._places_of_rows(rows)
+        return sparse.diags(by.ravel()) @ total[number.ravel()]
+
+    def _places_of_rows(self, rows: Readers) -> tuple[Floats, Ints]:
+        """Return the coefficient and the wanted unknown at each entry of a weight. Both of its shape."""
         whole = self.parts.shapes[rows.name]
         thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
         grid = np.meshgrid(*(np.arange(size) for size in rows.at.shape[1:]), indexing="ij", sparse=True)
         number = rows.at[(rows.segments.reshape(thin), *grid)]
-        by = np.broadcast_to(self.coefficient(rows).numpy().reshape(thin), whole)
-        return sparse.diags(by.ravel()) @ total[np.broadcast_to(number, whole).ravel()]
+        by = self.coefficient(rows).numpy().reshape(thin)
+        return np.broadcast_to(by, whole), np.broadcast_to(number, whole)
 
     def _rates_of_writers(self, part: Writers) -> sparse.csr_matrix:
         patterns = self.patterns(part)[part.spread].tocoo()
