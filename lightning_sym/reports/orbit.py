@@ -32,7 +32,7 @@ ARMS = {
 }
 # Arms that all figures compare; others are in the tables, or would hide these.
 _COMPARED = ("trained", "balanced", "hadamard", "equalized", "smooth_quant", "wanda", "l1", "orbit")
-_LOOKS = {ARMS["trained"]: {"color": "black", "ls": "--"}, ARMS["orbit"]: {"lw": 2.5}}
+_LOOKS = {ARMS["trained"]: {"color": "black"}, ARMS["orbit"]: {"lw": 2.5}}
 # Quantities that are compared, and whether by quotients.
 _QUOTIENTS = {"objective": True, "objective_test": True, "error": True, "accuracy": False}
 _QUANTITIES = (*_QUOTIENTS, "seconds")
@@ -214,7 +214,7 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
                 )
                 yield name, Chart([panel], f"{changed}: {{title}}", columns, (4.2, 3.4) if columns > 1 else (6.4, 3.8))
     else:
-        named = Marks("objective", "name", kind="bars", label="{name}", values=".3g", table="bars",
+        named = Marks("objective", "name", kind="bars", label="{name}", table="bars",
                       error=[("low", "high")], color="{arm}")  # fmt: skip
         title = f"{objective.replace('_', ' ')} on the orbit: {{title}}"
         panel = Panel([named], "{level}", by=["level", "variant"], flat=True, bottom=0)
