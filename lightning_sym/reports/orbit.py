@@ -18,7 +18,7 @@ from lightning_sym.reports.table import RunResults
 
 ARMS = {
     "trained": "as trained",
-    "random": "random member",
+    "random": "random point",
     "balanced": "balanced",
     "hadamard": "Hadamard",
     "equalized": "equalised",
@@ -26,9 +26,9 @@ ARMS = {
     "wanda": "Wanda",
     "range": "least range",
     "l1": "least L1 norm",
-    "orbit": "orbit",
-    "random_orbit": "orbit, from random",
-    **{kind: f"orbit, {kind} only" for kind in ("scales", "cells", "rotations", "phases", "shifts", "tilts")},
+    "orbit": "descent",
+    "random_orbit": "descent from random",
+    **{kind: f"descent, {kind} only" for kind in ("scales", "cells", "rotations", "phases", "shifts", "tilts")},
 }
 # Arms that all figures compare; others are in the tables, or would hide these.
 _COMPARED = ("trained", "balanced", "hadamard", "equalized", "smooth_quant", "wanda", "l1", "orbit")

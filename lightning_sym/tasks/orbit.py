@@ -225,7 +225,9 @@ class OrbitTask(UntrainedTask):
             found = self._found(arm, network, setting, calibration, start)
             if arm in GIVEN:
                 start = found.element  # the same in all settings
-            values = {"objective": found.after, "change": found.change}
+            values = {"change": found.change}
+            if arm != "wanda":  # which has another rule than the objective
+                values["objective"] = found.after
             if arm in DESCENTS:
                 values["seconds"] = found.history[-1].seconds
             if arm in PROXIES:
