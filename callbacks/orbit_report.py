@@ -34,16 +34,8 @@ class OrbitReport(RunReport):
     """
 
     needs = (
-        "model_zoo",
-        "measure_all",
-        "numbers",
-        "objective",
-        "options",
-        "arms",
-        "images",
-        "steps",
-        "lr",
-        "orbit_seed",
+        *("model_zoo", "measure_all", "numbers", "objective", "grid", "options", "arms", "some"),
+        *("images", "steps", "lr", "orbit_seed"),
     )
     example = "OrbitTask"
 
@@ -60,7 +52,10 @@ class OrbitReport(RunReport):
             "zoo": str(zoo.path),
             "members": {str(number): zoo.member(number).sha256 for number in numbers},
             "seeds": {"members": numbers, "orbit_seed": task.orbit_seed},
-            "settings": {**picked(task, "objective", "options", "images", "steps", "lr"), "arms": list(task.arms)},
+            "settings": {
+                **picked(task, "objective", "grid", "options", "some", "images", "steps", "lr"),
+                "arms": list(task.arms),
+            },
             **self.source(data),
         }
         title = f"{architecture_name(zoo.load(numbers[0]))}, {counted(len(numbers), 'member')}"

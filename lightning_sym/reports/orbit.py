@@ -32,7 +32,7 @@ ARMS = {
 }
 # Arms that all figures compare; others are in the tables, or would hide these.
 _COMPARED = ("trained", "balanced", "hadamard", "equalized", "smooth_quant", "wanda", "l1", "orbit")
-_LOOKS = {ARMS["trained"]: {"color": "black"}, ARMS["orbit"]: {"lw": 2.5}}
+_LOOKS: Mapping[str, Mapping[str, Any]] = {ARMS["trained"]: {"color": "black"}, ARMS["orbit"]: {"lw": 2.5}}
 # Quantities that are compared, and whether by quotients.
 _QUOTIENTS = {"objective": True, "objective_test": True, "error": True, "accuracy": False}
 _QUANTITIES = (*_QUOTIENTS, "seconds")
@@ -203,14 +203,22 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
 
     if all("error" in row and not isinstance(row["level"], str) for row in rows):
         option, changed = _NAMES[objective]
+        whole = all(isinstance(row["level"], int) for row in rows)
         for name, ylabel, factor in (("accuracy", "test accuracy, %", 100.0), ("error", "relative error", 1.0)):
             if name in rows[0]:
                 marks = Marks(
                     name, "level", label=label, factor=factor, where={"arm": _COMPARED}, looks=_LOOKS, table="points"
                 )
-                levels = partial(_whole, rows) if name == "accuracy" else {}
+                levels: Any = partial(_whole, rows) if name == "accuracy" else {}
                 panel = Panel(
-                    [marks], "{variant}", option, ylabel, by=["variant"], log="y" * (name == "error"), levels=levels
+                    [marks],
+                    "{variant}",
+                    option,
+                    ylabel,
+                    by=["variant"],
+                    log="y" * (name == "error"),
+                    levels=levels,
+                    whole=whole,
                 )
                 yield name, Chart([panel], f"{changed}: {{title}}", columns, (4.2, 3.4) if columns > 1 else (6.4, 3.8))
     else:
