@@ -4,12 +4,12 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
+from lightning_sym.orbit.directions import kinds_of
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import least_element
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gauge import one_sided
-from lightning_sym.symmetry.group.matrix import inverted
 from lightning_sym.symmetry.group.norms import Squares
 
 
@@ -25,16 +25,14 @@ def least_squares(symmetry: Symmetry, weights: Mapping[str, Tensor], kinds: Coll
         kinds: The kinds of coordinates that move.
 
     Returns:
-        None where other kinds than scales and cells move, where gains surround matrices, where the network adds numbers
-        to weights, or where a scale only multiplies weights, so that there is no minimum.
+        None where other kinds than scales, or scales and cells, move; where the group has rotations or matrices between
+        gains, or the network adds numbers to weights; and where a scale only multiplies weights: there is no minimum.
     """
-    structure, plan = symmetry.structure, symmetry.factors.plan
-    scales = "scales" in kinds or symmetry.factors["log_scale"].dimension == 0
-    if not ({*kinds} <= {"scales", "cells"} and scales):
+    plan, charts = symmetry.factors.plan, symmetry.structure.charts
+    covered = {*kinds} in ({"scales"}, {"scales", "cells"})
+    if not covered or charts.added or {"rotations", "gained"} & {*kinds_of(symmetry)}:
         return None
-    if structure.rotations or structure.gained or structure.charts.added:
-        return None
-    tensors = charted({name: own.detach() for name, own in weights.items()}, structure.charts)
+    tensors = charted({name: own.detach() for name, own in weights.items()}, charts)
     if bool(one_sided(plan, Squares(plan, tensors)).any()):
         return None
     return least_element(symmetry, tensors, cells="cells" in kinds)
@@ -59,5 +57,4 @@ def least_dual_squares(symmetry: Symmetry, slopes: Mapping[str, Tensor], kinds: 
     found = least_squares(symmetry, slopes, kinds)
     if found is None:
         return None
-    dense = tuple(inverse.mT for inverse in inverted(found.dense))
-    return found.replaced(log_scale=-found.log_scale, dense=dense)
+    return found.replaced(**{factor.name: factor.dual(found.parts[factor.name]) for factor in symmetry.factors})

@@ -38,12 +38,12 @@ _CONDITION = math.log(1e4)  # of condition numbers: more of these would lose dig
 
 @dataclass(frozen=True)
 class OrbitMinimum(Moved):
-    """The network at which a descent over the orbit ended; unpacks to the network and the element.
+    """The result of a descent over the orbit; unpacks to the network and the element.
 
     Attributes:
         network: The new network, in the dtype and on the device of the given one, which is not changed.
         element: The element of the traced group that maps the given network to it.
-        notes: Closed forms that were used, and what was held.
+        notes: Closed forms that were used, coordinates that were held, and bounds that were reached.
         change: The largest relative change of an output in float64.
         before: The objective at the given network, over all data.
         after: The objective at the result.
@@ -87,10 +87,10 @@ def minimize_on_orbit(
             if there are data, and returns a scalar, differentiable by the parameters; or an :class:`Objective`.
         data: One batch, or an iterable of batches, which is read once. A batch is a tensor, a pair of inputs and
             targets, a mapping of keyword arguments, or a :class:`Call`. Floating inputs are converted to float64.
-        factors: What moves: "all", or some of ``scales``, ``cells`` (matrices on heads and linear layers in a row),
-            ``gained`` (matrices around batch norms, which keep the function in evaluation mode only), ``rotations``,
-            ``phases``, ``shifts``, ``tilts``, and of patterns of names of axis groups (``symmetry.groups[i].name``).
-            None: as the objective says, by default all.
+        factors: The coordinates that move: "all", or some of ``scales``, ``cells`` (matrices on heads and linear layers
+            in a row), ``gained`` (matrices around batch norms, which keep the function in evaluation mode only),
+            ``rotations``, ``phases``, ``shifts``, ``tilts``, and of patterns of names of axis groups
+            (``symmetry.groups[i].name``). None: as the objective says, by default all.
         maximize: Whether to maximise instead.
         optimizer: "lbfgs" for smooth objectives on all data together, "adam" for rounded ones or single batches.
             "auto" chooses.
@@ -144,7 +144,9 @@ def minimize_on_orbit(
         if start is None and not maximize and budget is None and (known := problem.closed_form()) is not None:
             first, notes = known, [*notes, "the descent starts at the closed form over scales and cells"]
         before = problem.value(symmetry.identity())
-        problem.require_finite(first)
+        value = before if symmetry.factors.is_identity(first) else problem.value(first)
+        if not math.isfinite(value):
+            raise ValueError(f"the objective is {value} at the start; expected a finite number.")
         element, history, converged = first, list[OrbitStep](), not directions.shapes
         if not directions.shapes:
             notes.append("no continuous coordinate of the group moves: the network stays at the start")
@@ -214,7 +216,7 @@ def _directions(
                     f"nothing bounds {name.split()[0]}s, along which the objective is maximised; leave them out."
                 )
             masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
-        notes += ["shifts and tilts were held: no budget bounds them"] * bool(masks)
+        notes += ["shifts and rank-one maps were held: no budget bounds them"] * bool(masks)
     tensors = symmetry.tensors(network)
     for factor, closed in symmetry.factors.closed(tensors).items():
         names = [name for name in symmetry.factors[factor].coordinates() if name in directions.shapes]
@@ -245,7 +247,7 @@ def _at_bounds(problem: OrbitProblem, element: Element) -> list[str]:
     """Return notes on scales and matrices that reached a bound."""
     notes = []
     for name, count in problem.stopped(element).items():
-        if name == "log_scale":
+        if not isinstance(element.parts[name], tuple):
             notes.append(f"{count} scales reached the budget of {problem.budget:g}")
         else:
             notes.append(

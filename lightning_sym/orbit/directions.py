@@ -6,7 +6,6 @@ See docs/theory/orbit.md, 1.
 import fnmatch
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +40,7 @@ class OrbitDirections:
     """Coordinates of the continuous part of a symmetry group near the identity, where they are 0.
 
     They are those of all factors with coordinates: logarithms of scales, antisymmetric matrices for streams, arbitrary
-    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and tilts.
+    matrices for GL(d) blocks and between gains, angles of rotary pairs, vectors for shifts and rank-one maps.
 
     Args:
         symmetry: The symmetry.
@@ -73,10 +72,12 @@ class OrbitDirections:
                 options = [ALL, *kinds, *groups]
                 raise ValueError(unknown("factor or axis group", pattern, options))
         orbits = [n for n, group in enumerate(groups) if any(fnmatch.fnmatchcase(group, own) for own in patterns)]
-        masks = {}
+        masks, owners = {}, {name: own for own in symmetry.factors for name in own.coordinates()}
         for name, shape in found.items():
             moves = self.whole or KINDS[name.split()[0]] in asked
-            masks[name] = torch.full(shape, not moves) if moves else ~_of_orbits(symmetry, orbits, name, shape)
+            masks[name] = torch.full(shape, not moves)
+            for orbit in orbits:
+                masks[name] &= ~owners[name].of_orbit(orbit, name)
             if fixed and name in fixed:
                 masks[name] = masks[name] | fixed[name]
         self.shapes = {name: shape for name, shape in found.items() if not bool(masks[name].all())}
@@ -118,25 +119,3 @@ class OrbitDirections:
             if name in result:
                 result[name] = result[name].masked_fill(mask, 0.0)
         return result
-
-
-def _of_orbits(symmetry: Symmetry, orbits: Iterable[int], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return a mask of the entries of coordinates that belong to the units of some orbits."""
-    structure, (kind, *rest) = symmetry.structure, name.split()
-    mask, index = torch.zeros(shape, dtype=torch.bool), int(rest[0]) if rest else 0
-    for orbit in orbits:
-        units = structure.orbits[orbit]
-        if kind == "scales":
-            mask[torch.from_numpy(structure.scale_table[orbit].ravel())] = True
-        elif kind == "phases":
-            phases = structure.phase_of[units]
-            mask[torch.from_numpy(phases[phases >= 0])] = True
-        elif kind == "matrix":
-            mask |= bool(np.isin(structure.dense[index], units).any())
-        elif kind in ("gained", "rotation"):
-            mask |= {"gained": structure.gained, "rotation": structure.rotations}[kind][index].orbit == orbit
-        elif kind == "tilt":
-            places = structure.tilts[index].moved
-            slots = [slot for at, axis in places for slot in structure.slots_of[at] if slot.axes == (axis,)]
-            mask |= any(bool(np.isin(slot.unit, units).any()) for slot in slots)
-    return mask

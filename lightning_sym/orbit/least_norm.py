@@ -1,31 +1,10 @@
 """The member of least norm of an orbit."""
 
-from collections.abc import Sequence
-from typing import Any
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-from lightning_sym.orbit.closed_forms import least_squares
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
-from lightning_sym.orbit.objective import Objective
-from lightning_sym.orbit.view import View
+from lightning_sym.orbit.objectives import weight_norm
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
-
-
-class SquaredNorm(Objective):
-    """The sum of squares of all parameters."""
-
-    def closed_form(
-        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
-    ) -> Element | None:
-        """Return the element to the minimum over scales and cells; see :func:`least_squares`."""
-        return least_squares(symmetry, view.parameters, kinds)
-
-    def __call__(self, view: View, batch: Any = None) -> Tensor:
-        """Return the sum of squares."""
-        return torch.stack([own.square().sum() for own in view.parameters.values()]).sum()
 
 
 def least_norm(
@@ -55,10 +34,11 @@ def least_norm(
         RuntimeError: If the function has changed.
 
     Example:
+        >>> import torch
         >>> from lightning_sym.symmetry import trace_symmetry
         >>> network = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double()
         >>> found = least_norm(trace_symmetry(network, torch.randn(2, 5)), network)
         >>> found.converged, found.after <= found.before
         (True, True)
     """
-    return minimize_on_orbit(symmetry, network, SquaredNorm(), max_steps=max_steps, tolerance=tolerance, check=check)
+    return minimize_on_orbit(symmetry, network, weight_norm(2), max_steps=max_steps, tolerance=tolerance, check=check)

@@ -33,7 +33,7 @@ class Objective(ABC):
     factors: str | Sequence[str] = "all"
 
     def begun(self, view: View, batches: Sequence[Any]) -> "Objective":
-        """Return the objective for one network: with what is measured once, at the start.
+        """Return the objective for one network: with its measurements at the start.
 
         Args:
             view: The network at the start.

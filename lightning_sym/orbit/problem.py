@@ -51,15 +51,14 @@ class OrbitProblem:
         self._state, self._places = state_tensors(network), first_names(network)
         self._parameters = {name for name, _ in network.named_parameters()}
         self._moving = set(symmetry.structure.moving)
-        pieces = Charts(pieces=symmetry.structure.charts.pieces)
-        self._chart = lambda gradients: charted(gradients, pieces)
+        self._pieces = Charts(pieces=symmetry.structure.charts.pieces)  # added numbers have no derivative
         begun = objective.begun(self.view(symmetry.identity()), batches) if isinstance(objective, Objective) else None
         self._objective: Function = objective if begun is None else begun
 
     def view(self, element: Element) -> View:
         """Return the network at a point of the orbit."""
         tensors = self.symmetry.act_on(element, self._state)
-        parameters, buffers = {}, {}
+        parameters, buffers = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in tensors.items():
             own = tensor.detach()
             if own.is_floating_point() and (name in self._parameters or name in self._moving):
@@ -69,7 +68,8 @@ class OrbitProblem:
 
     def _values(self, view: View, batches: Sequence[Any] | None) -> Iterable[Tensor]:
         """Yield the objective of each batch."""
-        for arguments in [(batch,) for batch in (self.batches if batches is None else batches)] or [()]:
+        every: list[tuple[Any, ...]] = [(batch,) for batch in (self.batches if batches is None else batches)]
+        for arguments in every or [()]:
             value = self._objective(view, *arguments)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -101,30 +101,21 @@ class OrbitProblem:
             )
         scaled = {name: own * (self.sign / count) for name, own in found.items()}
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
-        charts = self._chart(scaled)
+        charts = charted(scaled, self._pieces)
         slopes = self.directions.pulled_back(weights, {name: charts[name] for name in charts})
         return self.sign * total / count, self._inwards(slopes, element)
 
     def _inwards(self, slopes: dict[str, Tensor], element: Element) -> dict[str, Tensor]:
         """Return a derivative without the part that would leave the bounds."""
-        place = self._identity.replaced(permutation=element.parts["permutation"])
-        plain = self.symmetry.factors["permutation"].is_identity(element.parts["permutation"])
-        for factor in self._bounded:
+        outer = self._identity
+        for factor in self.symmetry.factors:
             own = element.parts[factor.name]
-            if not plain:  # coordinates act after the element, and so where it has brought its units
-                own = factor.carried(own, place, self.symmetry.inverse(place))
-            slopes |= factor.inwards(own, slopes, *self.bounds)
+            if factor.inwards(own, slopes, *self.bounds):
+                # Coordinates act where the element has put the units.
+                own = factor.carried(own, outer, self.symmetry.inverse(outer))
+                slopes |= factor.inwards(own, slopes, *self.bounds)
+            outer = outer.replaced(**{factor.name: element.parts[factor.name]})
         return slopes
-
-    def require_finite(self, element: Element) -> None:
-        """Check that the objective is finite at the start.
-
-        Raises:
-            ValueError: If it is not.
-        """
-        value = self.value(element)
-        if not math.isfinite(value):
-            raise ValueError(f"the objective is {value} at the start; expected a finite number.")
 
     def closed_form(self) -> Element | None:
         """Return the element to the minimum, if there is a formula for all that moves."""

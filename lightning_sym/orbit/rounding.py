@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -39,17 +40,18 @@ def round_to_nearest(
     activations: int | None = None,
     data: Any = None,
 ) -> nn.Module:
-    """Round the matrices and kernels of a network to integers of few bits, times a range.
+    """Round the matrices and kernels of a network to integers of few bits, times a step.
 
-    The integers lie between -(2^(bits-1) - 1) and 2^(bits-1) - 1, and the largest weight of a tensor (or channel) is
-    among them: symmetric rounding to the nearest. Vectors (biases, gains) stay. Weights remain floating-point numbers.
+    Rounding is symmetric: the integers run from -(2^(bits-1) - 1) to 2^(bits-1) - 1, and the weight of largest
+    magnitude in a tensor (or channel) has the last of these. Vectors (biases, gains) stay. Weights remain
+    floating-point numbers.
 
     Args:
         network: Not changed.
         bits: Number of bits of a weight, >= 2.
         granularity: Whether each tensor has one range, or each output channel its own.
         activations: Number of bits of the inputs of linear maps and convolutions, >= 2, with one range for each; None
-            leaves these as they are. Hooks of the network round them.
+            does not round them. Hooks of the network round them in each call.
         data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them: the ranges of activations
             are the largest values on these, and larger ones are clipped. None: each call of the network has its own
             ranges.
@@ -106,7 +108,7 @@ def prune_by_magnitude(network: nn.Module, fraction: float, *, scope: Scope = "t
     own = {name: parameter.detach() for name, parameter in result.named_parameters() if name in axes}
     if scope == "global" and own:
         whole = kept(torch.cat([weight.abs().double().reshape(-1) for weight in own.values()]), fraction)
-        masks = whole.split([weight.numel() for weight in own.values()])
+        masks = torch.split(whole, [weight.numel() for weight in own.values()])
     else:
         masks = tuple(kept(weight, fraction) for weight in own.values())
     for weight, mask in zip(own.values(), masks, strict=True):
@@ -270,17 +272,17 @@ class _Hooks:
     """
 
     def __init__(self, bits: int, ranges: list[Tensor] | None) -> None:
-        self.bits, self.ranges, self._open = bits, ranges, list[RoundedInputs]()
+        self.bits, self.ranges, self._open = bits, ranges, list[ExitStack]()
 
     def before(self, network: nn.Module, arguments: Any) -> None:
         """Begin to round."""
-        self._open.append(RoundedInputs(self.bits, self.ranges))
-        self._open[-1].__enter__()
+        self._open.append(ExitStack())
+        self._open[-1].enter_context(RoundedInputs(self.bits, self.ranges))
 
     def after(self, network: nn.Module, arguments: Any, output: Any) -> None:
         """End to round; also after an error."""
         if self._open:
-            self._open.pop().__exit__(None, None, None)
+            self._open.pop().close()
 
 
 def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
@@ -302,7 +304,7 @@ def inputs_seen(
     """Measure the inputs of each linear map and convolution on data, by feature.
 
     Args:
-        network: In evaluation mode meanwhile. Not changed.
+        network: Not changed; it runs in evaluation mode.
         data: Batches.
         measure: Maps inputs of shape (positions, features) to one number per feature.
         join: Joins the measures of two calls.

@@ -121,7 +121,7 @@ def _flat(coordinates: Mapping[str, Tensor]) -> Tensor:
 
 
 def _shaped(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes.values()])  # type: ignore[no-untyped-call]
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 

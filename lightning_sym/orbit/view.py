@@ -83,7 +83,7 @@ class View(Mapping[str, Tensor]):
 
 
 class _DifferentiableStatistics(TorchFunctionMode):
-    """Lets batch norms in evaluation mode differentiate by their statistics, which move along an orbit, too."""
+    """Lets batch norms in evaluation mode differentiate by their statistics, which also move along an orbit."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}

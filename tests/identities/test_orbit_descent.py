@@ -232,7 +232,7 @@ def test_a_closed_form_is_given_only_where_there_is_one():
 
 def test_function_and_orthogonality_last_through_a_thousand_steps():
     network, inputs, symmetry = traced(vit)
-    problem = problem_of(network, symmetry, squares)
+    problem = problem_of(network, symmetry, squares, ["scales", "cells", "rotations", "phases"])
     element, draws = symmetry.identity(), generator(2)
     for _ in range(1000):
         step = {
@@ -321,7 +321,7 @@ def test_a_budget_bounds_scales_and_condition_numbers_of_a_maximum():
     assert float(found.element.log_scale.abs().max()) == pytest.approx(0.5)
     values = torch.linalg.svdvals(found.element.dense[0])
     assert float((values[0] / values[-1]).log()) <= 0.5 + 1e-9
-    assert any("shifts and tilts were held" in note for note in found.notes)
+    assert any("shifts and rank-one maps were held" in note for note in found.notes)
     assert any("scales reached the budget of 0.5" in note for note in found.notes)
     with pytest.raises(ValueError, match="nothing bounds shifts"):
         minimize_on_orbit(symmetry, network, squares, maximize=True, factors="shifts")

@@ -60,6 +60,10 @@ def seen(network, parameters=None):
     return View(network, own | (parameters or {}), dict(network.named_buffers()))
 
 
+def number(tensor):
+    return float(tensor.detach())
+
+
 def relative_error(changed, network, inputs):
     with torch.no_grad():
         return float((changed(inputs) - network(inputs)).square().sum() / network(inputs).square().sum())
@@ -73,7 +77,7 @@ def test_error_of_rounding_is_that_of_the_written_network_anywhere_on_the_orbit(
     symmetry = trace_symmetry(network, inputs)
     member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network)
     objective = quantization_error(3, granularity, activations)
-    value = float(objective.begun(seen(network), [inputs])(seen(member), inputs))
+    value = number(objective.begun(seen(network), [inputs])(seen(member), inputs))
     for data in (None, inputs):
         written = round_to_nearest(member, 3, granularity, activations=activations, data=data)
         assert abs(value - relative_error(written, network, inputs)) < 1e-9 * value
@@ -83,7 +87,7 @@ def test_error_of_rounding_is_that_of_the_written_network_anywhere_on_the_orbit(
 @pytest.mark.parametrize("case", CASES)
 def test_error_of_pruning_is_that_of_the_written_network(case):
     network, (inputs, _) = CASES[case]()
-    value = float(sparsity(0.6).begun(seen(network), [inputs])(seen(network), inputs))
+    value = number(sparsity(0.6).begun(seen(network), [inputs])(seen(network), inputs))
     assert abs(value - relative_error(prune_by_magnitude(network, 0.6), network, inputs)) < 1e-12
     assert value > 1e-3
 
@@ -91,9 +95,9 @@ def test_error_of_pruning_is_that_of_the_written_network(case):
 def test_many_bits_and_no_pruning_change_nothing():
     network, (inputs, _) = mlp()
     view = seen(network)
-    assert float(quantization_error(16)(view, inputs)) < 1e-7
-    assert float(quantization_error(16, activations=16)(view, inputs)) < 1e-7
-    assert float(sparsity(0.0)(view, inputs)) == 0
+    assert number(quantization_error(16)(view, inputs)) < 1e-7
+    assert number(quantization_error(16, activations=16)(view, inputs)) < 1e-7
+    assert number(sparsity(0.0)(view, inputs)) == 0
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
@@ -108,8 +112,8 @@ def test_rounded_weights_are_few_multiples_of_a_step_and_vectors_stay(granularit
             for old, row in zip(before, after, strict=True) if granularity == "channel" else [(before, after)]:
                 assert len(row.unique()) <= 2**bits - 1
                 step = old.abs().max() / (2 ** (bits - 1) - 1)
-                assert float((row - old).abs().max()) <= float(step) / 2 * (1 + 1e-12)
-                assert float((row / step - (row / step).round()).abs().max()) < 1e-12
+                assert number((row - old).abs().max()) <= number(step) / 2 * (1 + 1e-12)
+                assert number((row / step - (row / step).round()).abs().max()) < 1e-12
 
 
 def test_clipped_activations_stay_within_the_ranges_of_the_data():
@@ -187,8 +191,8 @@ def test_equal_weights_are_pruned_to_the_number_that_was_asked_for():
 def test_pruning_of_all_tensors_together_takes_the_smallest_weights():
     network, _ = mlp()
     pruned = prune_by_magnitude(network, 0.5, scope="global")
-    before = torch.cat([own.abs().reshape(-1) for own in network.parameters() if own.ndim > 1])
-    after = torch.cat([own.abs().reshape(-1) for own in pruned.parameters() if own.ndim > 1])
+    before = torch.cat([own.detach().abs().reshape(-1) for own in network.parameters() if own.ndim > 1])
+    after = torch.cat([own.detach().abs().reshape(-1) for own in pruned.parameters() if own.ndim > 1])
     assert int((after == 0).sum()) == len(before) // 2
     assert float(before[after == 0].max()) <= float(before[after != 0].min())
 
@@ -233,7 +237,7 @@ def test_derivative_by_the_group_agrees_with_differences(case, objective):
         slopes = {each: own for each, own in zip(leaves, found, strict=True) if own is not None}
         pulled = directions.pulled_back(symmetry.tensors(network), slopes)[name]
         expected, difference = float((pulled * direction).sum()), (sides[0] - sides[1]) / 2e-5
-        assert abs(expected - difference) < 1e-6 * max(1, abs(float(value))), (name, expected, difference)
+        assert abs(expected - difference) < 1e-6 * max(1, abs(number(value))), (name, expected, difference)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -293,7 +297,7 @@ def test_wanda_takes_the_norms_of_channels_of_grouped_convolutions():
     pruned = prune_by_wanda(layer, inputs, 0.5)
     for row in range(6):
         channels = slice(0, 2) if row < 3 else slice(2, 4)
-        scores = layer.weight[row].abs() * norms[channels, None, None]
+        scores = layer.weight[row].detach().abs() * norms[channels, None, None]
         zero = pruned.weight[row] == 0
         assert int(zero.sum()) == 9
         assert float(scores[zero].max()) < float(scores[~zero].min())
@@ -337,7 +341,7 @@ def test_gradient_norm_and_curvature_agree_with_dense_derivatives():
     assert torch.allclose(sharpness()(view, batch), matrix.trace(), rtol=1e-10)
     assert torch.allclose(matrix.trace(), hessian.trace(), rtol=1e-10)  # piecewise linear in each weight
     assert torch.allclose(sharpness(kind="top")(view, batch), torch.linalg.eigvalsh(matrix)[-1], rtol=1e-8)
-    estimate = float(sharpness(probes=400)(view, batch))
+    estimate = number(sharpness(probes=400)(view, batch))
     assert abs(estimate / float(matrix.trace()) - 1) < 0.1
 
 
@@ -354,7 +358,7 @@ def test_descents_lower_the_error_of_written_networks(case):
         cases.append((sparsity(0.6), lambda one: prune_by_magnitude(one, 0.6)))
     for objective, change in cases:
         found = minimize_on_orbit(symmetry, network, objective, data=inputs, max_steps=60, lr=0.03)
-        assert found.change < 1e-12
+        assert found.change < 1e-11  # from a member whose scales differ by a factor of 10
         assert found.after < 0.8 * found.before
         for value, one in ((found.before, network), (found.after, found.network)):
             assert abs(value - relative_error(change(one), network, inputs)) < 1e-9 * value

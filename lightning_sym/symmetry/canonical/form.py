@@ -132,9 +132,11 @@ def canonicalize(
     :math:`\gamma_c^2 + \beta_c^2 = 1`. The rule follows from the exponents alone. The other scales, which
     multiply some weights and divide others, take
 
-    - ``"balanced"``: the values of smallest L2 norm: incoming and outgoing norms are equal. The squared norm is a
-      convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`, then Newton's method.
-      Gains with a rotated stream between them are set to 1 before; then no other step depends on rotations.
+    - ``"balanced"``: the values of smallest L2 norm with all else fixed: incoming and outgoing norms are equal. The
+      squared norm is a convex function of the logarithms; cyclic sweeps with the factor :math:`(q_- / q_+)^{1/4}`,
+      then Newton's method. Gains with a rotated stream between them are set to 1 before; then no other step depends
+      on rotations. These gains, and the shifts below, cost norm: the form is the point of smallest norm of the orbit
+      only where there are neither. :func:`lightning_sym.orbit.least_norm` descends to that point in any network.
     - ``"unit"``: incoming weights and bias of norm 1, layer by layer; for a residual stream those of the first module
       that writes into it.
 

@@ -31,9 +31,10 @@ _POWERS = {
 
 def _exact(tensor: Tensor) -> Tensor:
     """Convert a floating vector to double precision; return any other tensor unchanged."""
+    if tensor.ndim != 1 or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+        return tensor
     exact = wide(tensor.device)
-    vector = tensor.ndim == 1 and tensor.is_floating_point() and tensor.dtype != exact
-    return tensor.detach().to(exact) if vector else tensor
+    return tensor.detach().to(exact) if tensor.dtype != exact else tensor
 
 
 def _powered(scale: Floats, power: float) -> Floats:
@@ -114,6 +115,7 @@ class Action:
         gains = Gains()
         made = [factor.linear_action(element.parts[factor.name], gains) for factor in factors.inwards]
         self.linear: list[LinearAction] = [action for action in made if action is not None]  # in the order of acting
+        self._acting_at: dict[int, list[LinearAction]] = {}
 
     @cached_property
     def _parts(self) -> list[tuple[Factor[Any], Any]]:
@@ -134,6 +136,11 @@ class Action:
     def source(self) -> Ints:
         """The source of the new content of each position of all slots."""
         return self.factors.source(self.element.permutation)
+
+    @cached_property
+    def permutes(self) -> bool:
+        """Whether any position gets its content from another one."""
+        return not self.factors["permutation"].is_identity(self.element.permutation)
 
     def source_in(self, slot: Slot) -> Ints:
         """Return the source of the new content of each position of a slot, within that slot."""
@@ -179,15 +186,16 @@ class Action:
         for slot in self.structure.slots_of.get(name, ()):
             if len(slot.axes) > 1 or not (slot.axes[0] in axes if slot.axes else 0 in axes or values.ndim == lead):
                 continue
-            source = self.source_in(slot)
-            scale = torch.from_numpy(self.scale[slot.rows][source])
+            source = self.source_in(slot) if self.permutes else None
+            scale = torch.from_numpy(self.scale[slot.rows] if source is None else self.scale[slot.rows][source])
             if not slot.axes or values.shape[lead + slot.axes[0]] < slot.size:
                 values = values * float(scale[0])
                 continue
             at = lead + slot.axes[0]
             values = self._by_matrices(values, slot, at)
             shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
-            values = values.index_select(at, torch.from_numpy(source)) * scale.reshape(shape)
+            values = values if source is None else values.index_select(at, torch.from_numpy(source))
+            values = values * scale.reshape(shape)
         return values
 
     # On parameters and buffers.
@@ -261,10 +269,12 @@ class Action:
         for slot in slots:
             if slot is joint:
                 continue
-            source = self.source_in(slot)
-            if joint is None and slot.axes and (source != np.arange(len(source))).any():
-                sources[slot.axes[0]] = source
-            scale = self.scale[slot.rows][source]
+            scale = self.scale[slot.rows]
+            if self.permutes:
+                source = self.source_in(slot)
+                scale = scale[source]
+                if joint is None and slot.axes and (source != np.arange(len(source))).any():
+                    sources[slot.axes[0]] = source
             if slot.kind == "variance" and shifted:
                 variance = slot, scale
             elif not np.all(scale == 1):
@@ -337,13 +347,19 @@ class Action:
 
     def acts_by_matrices(self, slot: Slot) -> bool:
         """Return whether a matrix other than permutations and scales acts on a slot."""
-        return any(action.acts_at(slot) for action in self.linear)
+        return bool(self._acting(slot))
+
+    def _acting(self, slot: Slot) -> list[LinearAction]:
+        """Return the actions by matrices that change a slot."""
+        found = self._acting_at.get(slot.offset)
+        if found is None:
+            found = self._acting_at[slot.offset] = [action for action in self.linear if action.acts_at(slot)]
+        return found
 
     def _by_matrices(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Apply all matrices other than permutations and scales to one axis."""
-        for action in self.linear:
-            if action.acts_at(slot):
-                tensor = action.on_axis(tensor, slot, axis)
+        for action in self._acting(slot):
+            tensor = action.on_axis(tensor, slot, axis)
         return tensor
 
     # On the state of an optimiser.

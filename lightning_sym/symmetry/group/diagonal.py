@@ -53,6 +53,8 @@ class Diagonal(Factor[Tensor]):
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
         """Permute the numbers along with their units; see :class:`Factor`."""
+        if self.group["permutation"].is_identity(by.permutation):
+            return own
         result, there = own.clone(), back.permutation.numpy()
         for orbit, table in enumerate(self.tables):
             if table.shape[1]:
@@ -163,20 +165,35 @@ class Scale(Diagonal):
         """Return the shapes of the coordinates: the logarithms themselves."""
         return {"scales": (self.forms.shape[1],)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of the generators of an orbit's units; see :class:`Factor`."""
+        own = torch.from_numpy(self.tables[orbit].ravel())
+        return super().of_orbit(orbit, name).index_fill(0, own, True)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
         """Return the part at some coordinates."""
         return self.outside_cells(coordinates["scales"].clone())
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the logarithms; see :class:`Factor`."""
-        found = self.identity()
-        for slot in self.structure.slots:
-            if slot.tensor in gradients and self.forms[slot.rows].nnz:
-                own = weights[slot.tensor]
-                own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own  # v' = s^2 (v + epsilon) - epsilon
-                inner = along(own * gradients[slot.tensor], slot.axes).reshape(-1)
-                found += torch.from_numpy(self.forms[slot.rows].T @ inner)
-        return {"scales": self.outside_cells(found)}
+        total, products = np.zeros(self.forms.shape[0]), dict[tuple[str, str], Tensor]()
+        for slot in self._scaled:
+            if slot.tensor in gradients:
+                if (key := (slot.tensor, slot.kind)) not in products:
+                    own = weights[slot.tensor]  # of a variance: v' = s^2 (v + epsilon) - epsilon
+                    own = 2 * (own + slot.epsilon) if slot.kind == "variance" else own
+                    products[key] = own * gradients[slot.tensor]
+                total[slot.rows] = along(products[key], slot.axes).reshape(-1)
+        return {"scales": self.outside_cells(torch.from_numpy(self.forms.T @ total))}
+
+    @cached_property
+    def _scaled(self) -> list[Slot]:
+        """The slots with scales."""
+        return [slot for slot in self.structure.slots if self.forms[slot.rows].nnz]
+
+    def dual(self, own: Tensor) -> Tensor:
+        """Return the inverse scales."""
+        return -own
 
     def within(self, own: Tensor, budget: float, condition: float) -> Tensor:
         """Return the logarithms within bounds."""
@@ -189,7 +206,9 @@ class Scale(Diagonal):
         if "scales" not in slopes or math.isinf(budget):
             return {}
         found, nearly = slopes["scales"], budget * (1 - 1e-9)
-        return {"scales": found.masked_fill(((own >= nearly) & (found < 0)) | ((own <= -nearly) & (found > 0)), 0.0)}
+        out = ((own >= nearly) & (found < 0)) | ((own <= -nearly) & (found > 0))
+        reached = bool((own.abs() >= nearly).any())
+        return {"scales": found.masked_fill(out, 0.0)} if reached else {}
 
 
 class Sign(Diagonal):

@@ -582,6 +582,15 @@ class Factor(ABC, Generic[P]):
         """Return the shapes of its coordinates, which are 0 at the identity, by name."""
         return {}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of the entries of coordinates that belong to the units of an orbit.
+
+        Args:
+            orbit: The number of the orbit.
+            name: The name of the coordinates.
+        """
+        return torch.zeros(self.coordinates()[name], dtype=torch.bool)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> P:
         """Return the part at some coordinates: their exponential.
 
@@ -622,6 +631,10 @@ class Factor(ABC, Generic[P]):
             Those of the derivatives that differ, by name.
         """
         return {}
+
+    def dual(self, own: P) -> P:
+        """Return the part that acts on weights as a part acts on derivatives; itself, if it is orthogonal."""
+        return own
 
     # Files.
 

@@ -180,6 +180,10 @@ class GainedMatrix(Factor[Matrices]):
         """Return the shapes of the logarithms of the matrices."""
         return {f"gained {index}": (cell.size, cell.size) for index, cell in enumerate(self.structure.gained)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of matrices on an orbit's units; see :class:`Factor`."""
+        return super().of_orbit(orbit, name) | (self.structure.gained[int(name.split()[1])].orbit == orbit)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
         """Return the matrix exponentials of the coordinates."""
         given = (coordinates[name] for name in self.coordinates())
@@ -198,6 +202,10 @@ class GainedMatrix(Factor[Matrices]):
                 products = (slopes * outside[:, None]) @ (own / outside[:, None]).mT
                 found[f"gained {place.cell}"] += -products.mT if place.read else products
         return found
+
+    def dual(self, own: Matrices) -> Matrices:
+        """Return the inverse transposes."""
+        return tuple(inverse.mT for inverse in self.inverse(own))
 
     def within(self, own: Matrices, budget: float, condition: float) -> Matrices:
         """Return the matrices with singular values within bounds; see :class:`Factor`."""

@@ -1,7 +1,7 @@
 """Invertible matrices on GL(d) blocks: units between linear layers."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -202,9 +202,16 @@ class Matrix(Factor[Matrices]):
         """Return the shapes of the logarithms of the matrices."""
         return {f"matrix {index}": (len(cell), len(cell)) for index, cell in enumerate(self.structure.dense)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of matrices on an orbit's units; see :class:`Factor`."""
+        cell = self.structure.dense[int(name.split()[1])]
+        inside = bool(np.isin(cell, self.structure.orbits[orbit]).any())
+        return super().of_orbit(orbit, name) | inside
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
         """Return the matrix exponentials of the coordinates."""
-        return tuple(torch.linalg.matrix_exp(coordinates[name]) for name in self.coordinates())
+        given = [coordinates[name] for name in self.coordinates()]
+        return tuple(_by_size(given, torch.linalg.matrix_exp))
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the coordinates; see :class:`Factor`."""
@@ -216,6 +223,10 @@ class Matrix(Factor[Matrices]):
             for cell, product in zip(cells, products, strict=True):
                 found[f"matrix {cell}"] += product
         return found
+
+    def dual(self, own: Matrices) -> Matrices:
+        """Return the inverse transposes."""
+        return tuple(inverse.mT for inverse in inverted(own))
 
     def within(self, own: Matrices, budget: float, condition: float) -> Matrices:
         """Return the matrices with singular values within bounds; see :class:`Factor`."""
@@ -340,12 +351,17 @@ class MatrixAction(LinearAction):
 
 def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return the inverses of square matrices, computed in batches of one size."""
+    return _by_size(matrices, torch.linalg.inv)
+
+
+def _by_size(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Apply a function to square matrices, in batches of one size."""
     found = list(matrices)
     for size in {len(matrix) for matrix in matrices}:
         alike = [index for index, matrix in enumerate(matrices) if len(matrix) == size]
-        inverses = torch.linalg.inv(torch.stack([matrices[index] for index in alike]))
-        for index, inverse in zip(alike, inverses.unbind(), strict=True):
-            found[index] = inverse
+        made = function(torch.stack([matrices[index] for index in alike]))
+        for index, own in zip(alike, made.unbind(), strict=True):
+            found[index] = own
     return found
 
 

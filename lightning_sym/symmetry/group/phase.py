@@ -182,6 +182,11 @@ class Phase(Additive):
         """Return the shape of the coordinates: the angles themselves."""
         return {"phases": (self.size,)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of the angles of an orbit's pairs; see :class:`Factor`."""
+        phases = self.structure.phase_of[self.structure.orbits[orbit]]
+        return super().of_orbit(orbit, name).index_fill(0, torch.from_numpy(phases[phases >= 0]), True)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Tensor:
         """Return the part at some coordinates."""
         return coordinates["phases"].clone()

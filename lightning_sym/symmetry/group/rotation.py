@@ -243,6 +243,10 @@ class Rotations(Factor[Turns]):
         """Return the shapes of the matrices' logarithms; only the antisymmetric part counts."""
         return {f"rotation {index}": (own.size, own.size) for index, own in enumerate(self.structure.rotations)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of matrices on an orbit's units; see :class:`Factor`."""
+        return super().of_orbit(orbit, name) | (self.structure.rotations[int(name.split()[1])].orbit == orbit)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Turns:
         """Return the part at some coordinates: their exponential."""
         turns = []

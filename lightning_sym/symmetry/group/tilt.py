@@ -161,6 +161,12 @@ class Tilts(Factor[Vectors]):
         """Return the shapes of the coordinates: vectors a with the maps exp(a 1^T)."""
         return {f"tilt {index}": (tilt.size,) for index, tilt in enumerate(self.structure.tilts)}
 
+    def of_orbit(self, orbit: int, name: str) -> Tensor:
+        """Return a mask of maps on an orbit's units; see :class:`Factor`."""
+        places, units = self.structure.tilts[int(name.split()[1])].moved, self.structure.orbits[orbit]
+        slots = (own for at, axis in places for own in self.structure.slots_of[at] if own.axes == (axis,))
+        return super().of_orbit(orbit, name) | any(bool(np.isin(own.unit, units).any()) for own in slots)
+
     def at(self, coordinates: Mapping[str, Tensor]) -> Vectors:
         """Return the part at some coordinates: exp(a 1^T) = I + (e^s - 1) / s a 1^T, with s = 1^T a."""
         found = []

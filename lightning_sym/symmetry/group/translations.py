@@ -152,10 +152,20 @@ class _Carrier:
         before, after, count = self.here.patterns(part), self.there.patterns(part), len(part.columns)
         patterns = torch.from_numpy(before.toarray().T.reshape(count, *part.at.shape).copy())
         moved = self.action.on_thin(part.name, patterns, part.kept(), 1).reshape(count, -1)
-        rows = pivots(after)
-        factors = splu(after[rows].tocsc()).solve(moved[:, torch.from_numpy(rows)].numpy().T.copy())
+        rows, solve = _solver(self.there, part, after)
+        factors = solve(moved[:, torch.from_numpy(rows)].numpy().T.copy())
         made = sparse.csr_matrix(factors) @ multiples.reshape(count, -1).numpy()
         return torch.from_numpy(np.ascontiguousarray(made)).reshape(-1)
+
+
+def _solver(located: Located, part: Writers, patterns: sparse.csr_matrix) -> tuple[Ints, Any]:
+    """Return rows of patterns that determine their multiples, and the function that solves for these; kept."""
+    known = located.__dict__.setdefault("_solvers", {})
+    if part.begin not in known:
+        rows = pivots(patterns)
+        known[part.begin] = rows, splu(patterns[rows].tocsc()).solve
+    found: tuple[Ints, Any] = known[part.begin]
+    return found
 
 
 def pivots(matrix: sparse.csr_matrix) -> Ints:

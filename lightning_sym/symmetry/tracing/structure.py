@@ -48,12 +48,12 @@ class Slot:
     epsilon: float
     of_stack: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of positions."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def rows(self) -> slice:
         """Its positions among those of all slots."""
         return slice(self.offset, self.offset + self.size)

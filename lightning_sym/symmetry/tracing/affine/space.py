@@ -403,6 +403,10 @@ class Located:
         self.space, self.parts, self.tensors = space, space.parts, tensors
         self.weights = Weights(space, tensors, tiny)
         self._frames: dict[bytes, tuple[Tensor, Tensor] | None] = {}
+        self._shared: Located = self  # whose forms are the same
+        if not self.parts.forms.size and not isinstance(tensors, Generic):  # as they depend on no weights
+            self._shared = space.generic
+            self._frames = self._shared._frames
 
     @cached_property
     def forms(self) -> FormsAt:
@@ -413,7 +417,11 @@ class Located:
     @cached_property
     def matrix(self) -> sparse.csr_matrix:
         """The same as a matrix. Shape (wanted, free)."""
-        return self.forms.matrix(np.arange(self.parts.forms.constant.shape[1]))
+        return (
+            self._shared.matrix
+            if self._shared is not self
+            else self.forms.matrix(np.arange(self.parts.forms.constant.shape[1]))
+        )
 
     @cached_property
     def multiples(self) -> Floats:
@@ -457,11 +465,20 @@ class Located:
 
     def patterns(self, part: Writers) -> sparse.csr_matrix:
         """Return changes of a weight's outputs. Shape (outputs, changes)."""
-        first = self.parts.writers[0].columns[0]
-        return self._patterns[part.at.ravel()][:, part.columns - first]
+        found = self._shared._parts_of_patterns
+        if part.begin not in found:
+            first = self.parts.writers[0].columns[0]
+            found[part.begin] = self._patterns[part.at.ravel()][:, part.columns - first]
+        return found[part.begin]
+
+    @cached_property
+    def _parts_of_patterns(self) -> dict[int, sparse.csr_matrix]:
+        return {}
 
     @cached_property
     def _patterns(self) -> sparse.csr_matrix:
+        if self._shared is not self:
+            return self._shared._patterns
         columns = [part.columns for part in self.parts.writers]
         return self.forms.matrix(np.concatenate([np.zeros(0, np.int64), *columns]))
 
@@ -484,7 +501,9 @@ class Located:
             if known[step.source].any() and step.names <= self.tensors.keys():
                 made = self._made(step, torch.from_numpy(known[step.source])[None], self._changed(step, known))
                 used = step.columns >= 0
-                known += self.forms(made.reshape(-1).numpy()[used], step.columns[used])
+                values = made.reshape(-1).numpy()[used]
+                constant = not self.parts.forms.size
+                known += self._forms_of(step) @ values if constant else self.forms(values, step.columns[used])
         return known
 
     def _made(self, step: Step, source: Tensor, weights: Weights) -> Tensor:
@@ -621,7 +640,7 @@ class Located:
         Returns:
             Shape (size,).
         """
-        parts, entries = self.parts, self.space.entries
+        parts = self.parts
         total, result = np.zeros(self.matrix.shape[0]), np.zeros(self.space.size)
         flat = {name: own.reshape(parts.shapes[name]) for name, own in gradients.items() if name in parts.shapes}
         for part in parts.free:
@@ -634,14 +653,14 @@ class Located:
         for step in reversed(parts.steps):
             used = np.flatnonzero(step.columns >= 0)
             made = torch.zeros(step.columns.shape, dtype=torch.float64)
-            made[torch.from_numpy(used)] = torch.from_numpy(self._by_column[:, step.columns[used]].T @ total)
-            if bool(made.any()) and step.names <= self.tensors.keys():
+            made[torch.from_numpy(used)] = torch.from_numpy(self._forms_of(step).T @ total)
+            if len(used) and bool(made.any()) and step.names <= self.tensors.keys():
                 source = torch.zeros(1, *step.source.shape, dtype=torch.float64, requires_grad=True)
                 with torch.enable_grad():
                     reached = self._made(step, source, self.weights)
                 (found,) = torch.autograd.grad(reached, source, made.reshape(reached.shape))
                 np.add.at(total, step.source, found[0].numpy())
-        result[:entries] = self._by_column[:, :entries].T @ total
+        result[: self.space.entries] = self._direct_forms.T @ total
         for writers in parts.writers:
             if writers.name in flat:
                 order = [*writers.kept(), *writers.axes]
@@ -651,7 +670,24 @@ class Located:
 
     @cached_property
     def _by_column(self) -> sparse.csc_matrix:
-        return self.matrix.tocsc()
+        return self._shared._by_column if self._shared is not self else self.matrix.tocsc()
+
+    def _forms_of(self, step: Step) -> sparse.csc_matrix:
+        """Return the forms of all wanted unknowns in those that a step makes."""
+        found = self._shared._parts_of_forms
+        if id(step) not in found:
+            found[id(step)] = self._by_column[:, step.columns[step.columns >= 0]]
+        return found[id(step)]
+
+    @cached_property
+    def _parts_of_forms(self) -> dict[int, sparse.csc_matrix]:
+        return {}
+
+    @cached_property
+    def _direct_forms(self) -> sparse.csc_matrix:
+        """The forms of all wanted unknowns in the first entries of an element."""
+        own = self._shared
+        return self._by_column[:, : self.space.entries] if own is self else own._direct_forms
 
     def direct(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
         """Return the direct additions of each entry of an element to tensors, without those through weights.
