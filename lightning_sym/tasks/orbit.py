@@ -248,6 +248,8 @@ class OrbitTask(UntrainedTask):
             return cross_layer_equalization(self.symmetry, network)
         if arm == "smooth_quant":
             return smooth_quant(self.symmetry, network, calibration)
+        if arm in ("trained", "wanda"):
+            return self.symmetry.identity()  # None would let closed forms move it
         return arm if arm in ("balanced", "hadamard") else None
 
     def _found(

@@ -144,6 +144,16 @@ def test_pruning_beside_wanda_and_single_kinds_of_coordinates(transformers, tmp_
     assert "orbit/error_change" in report.results.numbers
 
 
+def gauss_newton_trace(network, images):
+    """Return the trace for the mean cross-entropy, from the Jacobian of all outputs."""
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    jacobians = torch.func.jacrev(lambda own: torch.func.functional_call(network, own, (images,)))(weights)
+    whole = torch.cat([part.flatten(2) for part in jacobians.values()], 2)
+    likely = network(images).detach().softmax(1)
+    inner = torch.diag_embed(likely) - likely[:, :, None] * likely[:, None]
+    return float(torch.einsum("nip,nij,njp->", whole, inner, whole) / len(images))
+
+
 def test_objectives_that_change_no_network_are_compared_themselves(zoo, tmp_path):
     arms = ["trained", "balanced", "orbit"]
     task, report = ran(tmp_path, zoo, "sharpness", grid={"kind": ["trace", "top"]}, arms=arms, members=2)
@@ -154,6 +164,12 @@ def test_objectives_that_change_no_network_are_compared_themselves(zoo, tmp_path
                    if point.member == member and point.setting["kind"] == kind}  # fmt: skip
             assert own["orbit"]["objective"] < own["balanced"]["objective"]
             assert own["orbit"]["objective_test"] != own["orbit"]["objective"]
+        (trained,) = [point.values for point in task.results
+                      if (point.member, point.arm, point.setting["kind"]) == (member, "trained", "trace")]  # fmt: skip
+        network = task.model_zoo.load(member).double()
+        images, _ = task._calibration(data(), torch.device("cpu"))
+        assert trained["objective"] == pytest.approx(gauss_newton_trace(network, images), rel=1e-10)
+        assert trained["objective_test"] == pytest.approx(gauss_newton_trace(network, split_of("test")[0]), rel=1e-10)
     assert report.results.numbers["orbit/objective_change"] < 0
 
 
