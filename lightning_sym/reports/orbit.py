@@ -28,7 +28,10 @@ ARMS = {
     "l1": "least L1 norm",
     "orbit": "descent",
     "random_orbit": "descent from random",
-    **{kind: f"descent, {kind} only" for kind in ("scales", "cells", "rotations", "phases", "shifts", "tilts")},
+    **{
+        kind: f"descent, {kind} only"
+        for kind in ("scales", "cells", "gained", "rotations", "phases", "shifts", "tilts")
+    },
 }
 # Arms that all figures compare; others are in the tables, or would hide these.
 _COMPARED = ("trained", "balanced", "hadamard", "equalized", "smooth_quant", "wanda", "l1", "orbit")

@@ -33,7 +33,7 @@ from lightning_sym.zoo import ModelZoo
 Option = bool | int | float | str
 # Networks that are not found by descent; Wanda differs by what is pruned only.
 GIVEN = ("trained", "random", "balanced", "hadamard", "equalized", "smooth_quant", "wanda")
-FACTORS = ("scales", "cells", "rotations", "phases", "shifts", "tilts")
+FACTORS = ("scales", "cells", "gained", "rotations", "phases", "shifts", "tilts")
 PROXIES = ("range", "l1")
 DESCENTS = ("orbit", "random_orbit", *PROXIES, *FACTORS)
 DEFAULT_ARMS = ("trained", "random", "balanced", "orbit")
@@ -58,7 +58,7 @@ class OrbitTask(UntrainedTask):
     - ``orbit``: the objective is minimised over the orbit, :func:`lightning_sym.orbit.minimize_on_orbit`.
     - ``random_orbit``: likewise, from the random point.
     - ``range``, ``l1``: another kind of the objective is minimised, a function of the weights alone.
-    - ``scales``, ``cells``, ``rotations``, ``phases``, ``shifts``, ``tilts``: only these coordinates move.
+    - ``scales``, ``cells``, ``gained``, ``rotations``, ``phases``, ``shifts``, ``tilts``: only these coordinates move.
 
     Args:
         zoo: Folder of the zoo.
