@@ -13,6 +13,7 @@ from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.merging_report import MergingReport
+from lightning_sym.callbacks.orbit_report import OrbitReport
 from lightning_sym.callbacks.pruning_report import PruningReport
 from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
 from lightning_sym.callbacks.report import RunReport
@@ -45,6 +46,7 @@ __all__ = [
     "MarginalLikelihood",
     "MatchingReport",
     "MergingReport",
+    "OrbitReport",
     "PlaneGrid",
     "PruningReport",
     "RecalibrationTargets",

@@ -9,6 +9,7 @@ from lightning_sym.tasks.fine_tune import FineTuneTask
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.matching import MatchingTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
+from lightning_sym.tasks.orbit import OrbitTask
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.tasks.pruning import RashomonPruning
 from lightning_sym.tasks.rotation import RotationTask
@@ -35,6 +36,7 @@ __all__ = [
     "FoundWeights",
     "MatchingTask",
     "MemberParallelStrategy",
+    "OrbitTask",
     "PopulationClassification",
     "PopulationLoss",
     "PopulationTask",

@@ -5,6 +5,7 @@ read from it. People have what the commands of the same page make, and nothing e
 """
 
 import ast
+import functools
 import re
 import shlex
 from collections.abc import Sequence
@@ -109,9 +110,8 @@ class Command:
         name, *options = shlex.split(other)
         if not options:
             return Command("fit", name).made()
-        *_, several, entry = option.split(".")
         pairs = tuple(tuple(one.removeprefix("--").split("=", 1)) for one in options)
-        zoo = recipe["model"]["init_args"][several][entry]
+        zoo = functools.reduce(lambda held, name: held[name], option.split(".")[1:], recipe["model"]["init_args"])
         return Command("fit", name, (*pairs, ("run_dir", str(Path(zoo).parent)))).made()
 
     def needed(self) -> set[str]:

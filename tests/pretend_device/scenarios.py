@@ -51,6 +51,7 @@ from lightning_sym.callbacks import (
     MarginalLikelihood,
     MatchingReport,
     MergingReport,
+    OrbitReport,
     PlaneGrid,
     PruningReport,
     RotationReport,
@@ -88,6 +89,7 @@ from lightning_sym.tasks import (
     EquivarianceTask,
     FineTuneTask,
     MatchingTask,
+    OrbitTask,
     RashomonPruning,
     RotationTask,
     SimilarityOfZoosTask,
@@ -532,6 +534,26 @@ def dissection(folder):
         tests=False,
         max_epochs=0,
     )
+
+
+@scenario
+def orbit(folder):
+    by_hand = ["trained", "random", "balanced", "equalized", "smooth_quant"]
+    of = {
+        "quantization_error": {"grid": {"bits": [3, 4]}, "options": {"activations": 8}, "arms": [*by_hand, "orbit"]},
+        "sparsity": {"grid": {"fraction": [0.5]}, "arms": ["trained", "wanda", "scales"]},
+        "sharpness": {"grid": {"kind": ["trace", "top"]}, "arms": ["trained", "orbit"]},
+    }
+    for objective, settings in of.items():
+        of_a_zoo(
+            folder / objective,
+            functools.partial(OrbitTask, objective=objective, images=8, steps=2, **settings),
+            [OrbitReport],
+            perceptron,
+            interrupt=None,
+            tests=False,
+            max_epochs=0,
+        )
 
 
 @scenario
