@@ -357,7 +357,7 @@ class Checkpoint:
         return out / written
 
     def left_behind(self, out: str | Path) -> tuple[str, ...]:
-        """Describe weights beside this checkpoint that :meth:`write` does not merge; empty if ``out`` is a file."""
+        """Describe weights next to this checkpoint that :meth:`write` does not merge; empty if ``out`` is a file."""
         if Path(out).suffix == ".safetensors":
             return ()
         if self.shards is not None:

@@ -70,7 +70,7 @@ class MergeConfig:
         align: "auto", "weights", "activations" or "none".
         network: Name of the network under ``class_path``, its arguments under ``init_args``; None for that of the
             models' folders.
-        data: The datamodule, likewise; None without one.
+        data: The datamodule, in the same form; None without one.
         ignore: Patterns of tensors' names that are left out.
         recalibrate: Whether to recompute batch norm statistics.
         of_adapters: Whether the models are adapters without their network, for :meth:`merge_adapters`.

@@ -1,4 +1,4 @@
-"""Folders of models: configuration, weights, and the files beside them."""
+"""Folders of models: configuration, weights, and the files next to them."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +19,7 @@ _OF_WEIGHTS = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ot"),
     *("*.onnx", "*.onnx_data*", "*.onnx.data", "*.tflite", "*.npz", "*.pkl", "*.distcp"),
 )
-# Files and folders of trainings, and of adapters beside the weights.
+# Files and folders of trainings, and of adapters.
 _NOT_COPIED = (
     *("adapter_config.json", "readme.md", "*.tmp", "trainer_state.json", "training_args.bin", "optimizer*"),
     *("scheduler*", "rng_state*", "events.out.tfevents*", "zero_to_fp32.py"),
@@ -61,7 +61,7 @@ def files_beside(folder: Path) -> dict[str, Path]:
 
 
 def notes_beside(folder: Path, merged: Collection[str]) -> tuple[str, ...]:
-    """Describe weights beside those of a model, which are not merged.
+    """Describe other weights in the folder of a model, which are not merged.
 
     Args:
         folder: As for :func:`files_beside`.
@@ -83,7 +83,7 @@ def notes_beside(folder: Path, merged: Collection[str]) -> tuple[str, ...]:
 
 
 def _beside(folder: Path) -> Iterator[tuple[str, Path, str]]:
-    """Yield name, path and state of the files beside the configuration: "taken", "left out", or "module"."""
+    """Yield name, path and state of the files next to the configuration: "taken", "left out", or "module"."""
     if configuration_in(folder) is None:
         return
     listed = _json_in(folder, "modules.json", list)  # of sentence-transformers
