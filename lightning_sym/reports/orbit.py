@@ -215,7 +215,7 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
                 levels: Any = partial(_whole, rows) if name == "accuracy" else {}
                 panel = Panel(
                     [marks],
-                    "{variant}",
+                    lambda row: f"one range per {row['variant']}" if row["variant"] in ("tensor", "channel") else "",
                     option,
                     ylabel,
                     by=["variant"],
@@ -223,11 +223,11 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
                     levels=levels,
                     whole=whole,
                 )
-                yield name, Chart([panel], f"{changed}: {{title}}", columns, (4.2, 3.4) if columns > 1 else (6.4, 3.8))
+                yield name, Chart([panel], f"Weights {changed}: {{title}}", columns, (4.2, 3.4) if columns > 1 else (6.4, 3.8))
     else:
         named = Marks("objective", "name", kind="bars", label="{name}", table="bars",
                       error=[("low", "high")], color="{arm}")  # fmt: skip
-        title = f"{objective.replace('_', ' ')} on the orbit: {{title}}"
+        title = f"{objective.replace('_', ' ').capitalize()} on the orbit: {{title}}"
         panel = Panel([named], "{level}", by=["level", "variant"], flat=True, bottom=0)
         yield "objective", Chart([panel], title, columns=1, legend="")
 
