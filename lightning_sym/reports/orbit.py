@@ -223,7 +223,8 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
                     levels=levels,
                     whole=whole,
                 )
-                yield name, Chart([panel], f"Weights {changed}: {{title}}", columns, (4.2, 3.4) if columns > 1 else (6.4, 3.8))
+                size = (4.2, 3.4) if columns > 1 else (6.4, 3.8)
+                yield name, Chart([panel], f"Weights {changed}: {{title}}", columns, size)
     else:
         named = Marks("objective", "name", kind="bars", label="{name}", table="bars",
                       error=[("low", "high")], color="{arm}")  # fmt: skip
