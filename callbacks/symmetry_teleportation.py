@@ -1,5 +1,6 @@
 """Symmetry teleportation: networks in training move along their orbits."""
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,7 @@ from lightning_sym.callbacks._checks import has_members, network_of
 from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.symmetry_monitor import first_input, known_example
 from lightning_sym.datamodules import InMemoryDataModule
-from lightning_sym.orbit import Objective, Teleportation, Teleported, Way, objective_named
+from lightning_sym.orbit import OBJECTIVES, Objective, Teleportation, Teleported, Way, objective_named
 from lightning_sym.population import LoopPopulation
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
@@ -36,7 +37,7 @@ class SymmetryTeleportation(Callback):
         epochs: The epochs, counted from 0, before which networks move.
         way: "ascent" or "descent" of the objective, a "random" element, or "none" (to reset the optimiser only).
         objective: Name of an objective (:data:`lightning_sym.orbit.OBJECTIVES`), or an objective.
-        options: Its options, if it is given by name; default the cross-entropy as the loss.
+        options: Its options, if it is given by name; by default the cross-entropy is the loss of those that have one.
         factors: The kinds of coordinates that move, see :func:`lightning_sym.orbit.minimize_on_orbit`.
         max_steps: Steps of each move. >= 1.
         budget: Bound of the absolute logarithms of scales and singular values in one move; > 0.
@@ -78,7 +79,10 @@ class SymmetryTeleportation(Callback):
             check_integers(0, epochs=epoch)
         check_integers(1, images=images)
         if isinstance(objective, str):
-            objective = objective_named(objective, **({"loss": "cross_entropy"} if options is None else options))
+            if options is None:
+                taken = inspect.signature(OBJECTIVES[objective]).parameters if objective in OBJECTIVES else ()
+                options = {"loss": "cross_entropy"} if "loss" in taken else {}
+            objective = objective_named(objective, **options)
         self.teleportation = Teleportation(way, objective, factors, max_steps, budget, reset_state)
         self.epochs, self.images, self.members, self.arm = list(epochs), images, members, arm
         self.network, self.prefix = network, prefix

@@ -94,8 +94,9 @@ class ZooMember:
             return self.metrics[split][name]
         except KeyError:
             known = [f"{s}/{n}" for s, values in self.metrics.items() for n in values]
+            asked = f"{split}/{name}" if name else split
             raise ValueError(
-                f"Member {self.number} has no metric {split}/{name}; it has: {', '.join(known) or 'none'}."
+                f"Member {self.number} has no metric {asked}; it has: {', '.join(known) or 'none'}."
             ) from None
 
 
@@ -156,8 +157,10 @@ class ModelZoo:
             warnings.warn(f"Left out {path / name}: {reason}; {_DAMAGED}.", stacklevel=2)
         if not members:
             what = f"{len(damaged)} damaged member(s) only" if damaged else "no members"
-            todo = "Delete them and train" if damaged else "Train"
-            raise FileNotFoundError(f"The zoo at {path.absolute()} holds {what}. {todo} some into it first.")
+            todo = f"{'Delete them and train' if damaged else 'Train'} some into it first."
+            if any((path / "zoo").glob("member-*.safetensors")):  # a run folder
+                todo = f"Its folder zoo has some; open {path / 'zoo'}."
+            raise FileNotFoundError(f"The zoo at {path.absolute()} holds {what}. {todo}")
         _check_one_architecture(path, members.values())
         return cls(path, members, damaged, network, allow)
 

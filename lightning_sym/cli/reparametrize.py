@@ -69,6 +69,7 @@ _OPTIONS = (
     *("objective", "apply", "out", "data", "samples", "factors", "start", "budget", "max_steps", "lr", "network"),
     *("prefix", "ignore", "input", "tokens", "seed", *_FLAGS),
 )
+_OF_ONE_OBJECTIVE = ("bits", "granularity", "activations", "kind", "fraction", "p", "loss", "probes")
 _OF_OBJECTIVES = ("factors", "start", "budget", "max_steps", "lr", "maximize")
 
 
@@ -120,6 +121,9 @@ def read_options(args: Sequence[str]) -> Asked:
     Raises:
         ValueError: If an option is not known, missing or has a wrong value, or there is not one checkpoint.
     """
+    words = {word.partition("=")[0] for word in args}
+    if short := [name for name in _OF_ONE_OBJECTIVE if f"--{name}" in words]:
+        raise ValueError(f"reparametrize has no option '{short[0]}'. Did you mean 'objective.{short[0]}'?")
     given, files = read_own("reparametrize", args, _OPTIONS, _FLAGS)
     if len(files) != 1:
         raise ValueError(f"Expected one checkpoint, got {', '.join(files) or 'none'}.")
@@ -134,9 +138,9 @@ def read_options(args: Sequence[str]) -> Asked:
     if objective and "." not in objective and objective not in OBJECTIVES:
         raise ValueError(unknown("objective", objective, OBJECTIVES))
     if useless := [name for name in _OF_OBJECTIVES if name in given and not objective]:
-        raise ValueError(f"--{useless[0]} is of --objective; leave it out with --apply.")
+        raise ValueError(f"--{useless[0]} needs --objective; leave it out with --apply.")
     if "inverse" in given and objective:
-        raise ValueError("--inverse is of --apply; leave it out with --objective.")
+        raise ValueError("--inverse needs --apply; leave it out with --objective.")
     settings: dict[str, Any] = {name: number(given, name) for name in ("budget", "lr") if name in given}
     if "maximize" in given:
         settings["maximize"] = True
@@ -226,7 +230,7 @@ def run(asked: Asked) -> None:
         batch = example_of(model, asked.shape, asked.tokens, asked.samples)
         inputs = [own for own in (*batch.positional, *batch.keywords.values()) if isinstance(own, torch.Tensor)]
         about |= {"data": "random", "samples": len(inputs[0])}  # fewer if a class holds an example
-        options["notes"].append("the objective was measured on random inputs, and may be another one on real data")
+        options["notes"].append("the objective was measured on random inputs, and may differ on real data")
     if data is not None and asked.shape is None:
         options["inputs"] = batch[0][:2]
     else:

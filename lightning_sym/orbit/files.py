@@ -162,7 +162,7 @@ def reparametrize_checkpoint(
     written = _as_written(read, tensors)
     minimum = result if isinstance(result, OrbitMinimum) else None
     if minimum is not None and not abs(minimum.after - minimum.before) > 1e-9 * abs(minimum.before):
-        notes = (*notes, "the objective did not change: it is at a minimum, or independent of all coordinates")
+        notes = (*notes, "the objective did not improve: it is at a minimum, constant, or needs more steps")
     reparametrized = ReparametrizedCheckpoint(
         out=out,
         symmetry=symmetry,

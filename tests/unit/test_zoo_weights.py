@@ -120,13 +120,16 @@ def test_axes_name_the_permutations_and_leave_no_tensor_out(zoo):
 def test_what_the_zoo_lacks_is_named(zoo, tmp_path):
     says = "Member 0 has no metric test/r2; it has: test/accuracy."
     assert_refused(ZooDataset, zoo, "test/r2", says=says)
-    assert_refused(ZooDataset, zoo, "accuracy", says="has no metric accuracy/; it has: test/accuracy")
+    assert_refused(ZooDataset, zoo, "accuracy", says="has no metric accuracy; it has: test/accuracy")
     assert_refused(ZooDataset, zoo, form="sorted", says="form must be")
     assert_refused(ZooDataset, zoo, augmentation="noise", says="augmentation must be")
     assert_refused(ZooDataset, zoo, form="canonical", augmentation="orbit", says='set form to "raw"')
     missing = tmp_path / "nowhere"
     assert_refused(ZooDataset, missing, says="No zoo at", error=FileNotFoundError)
     write_member(tmp_path / "bare", 0, network().state_dict(), architecture=network().architecture)
-    bare = ModelZoo.open(tmp_path / "bare")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "bare").rename(tmp_path / "run" / "zoo")
+    assert_refused(ZooDataset, tmp_path / "run", says="Its folder zoo has some; open", error=FileNotFoundError)
+    bare = ModelZoo.open(tmp_path / "run" / "zoo")
     assert_refused(lambda: WeightSpace(bare).symmetry, says="does not record the shape")
     assert WeightSpace(bare, torch.rand(2, 1, 8, 8, dtype=torch.float64)).symmetry.units == 12

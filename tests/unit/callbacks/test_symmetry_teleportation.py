@@ -128,12 +128,13 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def test_any_module_with_a_network_moves():
+@pytest.mark.parametrize("objective", ["gradient_norm", "weight_norm", "quantization_error"])
+def test_any_module_with_a_network_moves_by_any_objective(objective):
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
     task = Plain()
     before, inputs = copy.deepcopy(task.net), torch.randn(5, 4)
-    moved = SymmetryTeleportation([0], network="net")
+    moved = SymmetryTeleportation([0], objective=objective, network="net")
     fit(task, torch.utils.data.DataLoader(data, batch_size=8), moved, max_epochs=1)
     assert not torch.equal(task.net[0].weight, before[0].weight)
     torch.testing.assert_close(task.net(inputs), before(inputs))
