@@ -1,5 +1,6 @@
 """Descent over orbits: the function stays, derivatives are right, known minima are found; docs/theory/orbit.md."""
 
+import functools
 import itertools
 import math
 
@@ -109,15 +110,27 @@ NETWORKS = {
 }
 
 
-def traced(make, seed=0):
-    torch.manual_seed(seed)
+@functools.cache
+def symmetry_of(make):
+    """Trace each architecture once: most of the time of these tests goes there."""
+    network, inputs = drawn(make)
+    return trace_symmetry(network, inputs)
+
+
+def drawn(make):
+    torch.manual_seed(0)
     network, inputs = make()
     network = network.double().eval()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     with torch.no_grad():
         for own in network.parameters():  # no gains of one value
             own.add_(0.1 * torch.randn_like(own))
-    return network, inputs, trace_symmetry(network, inputs)
+    return network, inputs
+
+
+def traced(make):
+    symmetry = symmetry_of(make)
+    return *drawn(make), symmetry
 
 
 def problem_of(network, symmetry, objective, factors="all", batches=()):
