@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from lightning_sym.networks import VisionTransformer
+from lightning_sym.networks import Polynomial, VisionTransformer
 from lightning_sym.orbit import (
     cross_layer_equalization,
     gradient_norm,
@@ -253,7 +253,12 @@ def test_hand_made_elements_keep_the_function(case):
         assert not torch.equal(moved(inputs), network(inputs))
 
 
-@pytest.mark.parametrize("between", [nn.ReLU(), nn.Identity()], ids=["scales", "matrices"])
+BETWEEN = pytest.mark.parametrize(
+    "between", [nn.ReLU(), nn.Identity(), Polynomial(2)], ids=["scales", "matrices", "squares"]
+)
+
+
+@BETWEEN
 def test_equalised_layers_have_equal_ranges_for_each_unit(between):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 9), between, nn.Linear(9, 7), between, nn.Linear(7, 3)).double()

@@ -59,7 +59,7 @@ def test_a_moved_copy_is_recognised_up_to_rounding(make, mixing):
     other, _ = moved_copy(network, symmetry, mixing=mixing)
     points = list(recognised(symmetry, network, other, signs=True, device=CPU, seed=0))
     rotated = mixing and bool(symmetry.structure.dense)
-    assert [own.settled for own in points] == [False, True] if rotated else [True]
+    assert [own.settled for own in points] == ([False, True] if rotated else [True])
     for own in points:
         assert own.objective[0] < own.objective[1]
     if rotated:

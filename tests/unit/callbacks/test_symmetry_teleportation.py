@@ -6,12 +6,14 @@ import functools
 import pytest
 import torch
 from fits import Interrupt, digits, fit, saving
-from helpers import assert_same, read_rows
+from helpers import assert_same, read_csv, read_rows
 from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from lightning_sym.callbacks import SymmetryTeleportation, TeleportationReport
 from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.orbit import Objective
 from lightning_sym.tasks import TeleportationTask, ZooTask
 
 ARMS = ["plain", "ascent", "descent", "random"]
@@ -101,7 +103,7 @@ def test_each_learning_rate_is_used():
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
-def test_a_resumed_run_moves_as_an_uninterrupted_one(tmp_path):
+def test_a_resumed_run_movingas_an_uninterrupted_one(tmp_path):
     whole = TeleportationTask(network(), arms=ARMS, rates=[0.1])
     fit(whole, digits(), *moves(), max_epochs=3)
     cut = TeleportationTask(network(), arms=ARMS, rates=[0.1])
@@ -139,12 +141,49 @@ def test_any_module_with_a_network_moves():
     torch.testing.assert_close(task.net(inputs), before(inputs))
 
 
+class Recorded(Objective):
+    """The norm of the weights, which keeps the numbers of images of its batches."""
+
+    reads_data = True
+
+    def __init__(self):
+        self.sizes = set()
+
+    def __call__(self, view, batch=None):
+        inputs, targets = batch
+        self.sizes.add((len(inputs), len(targets)))
+        return sum(own.square().sum() for own in view.values())
+
+
+@pytest.mark.parametrize(("images", "count"), [(16, 16), (20, 20), (1000, 80)])
+def test_named_members_move_by_the_first_images(images, count):
+    objective = Recorded()
+    own = SymmetryTeleportation([0], "descent", objective, images=images, max_steps=1, members=[1, 7])
+    task = ZooTask(network(), 2, optimizer=functools.partial(torch.optim.SGD, lr=0.0), keep="last")
+    fit(task, digits(), own, max_epochs=1)
+    assert objective.sizes == {(count, count)}
+    for number, moving in enumerate([False, True]):
+        start = task.make_member(number).state_dict()
+        assert moving != torch.equal(task.kept[number]["state"]["linear1.weight"], start["linear1.weight"])
+        norms = [
+            sum(float(one.square().sum()) for one in state.values()) for state in (task.kept[number]["state"], start)
+        ]
+        assert norms[0] < norms[1] - 0.1 if moving else norms[0] == norms[1]
+
+
 def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
     task = TeleportationTask(network(), arms=["plain", "ascent"], rates=[1e-6, 0.1], seeds=2)
-    fit(task, digits(), moves()[0], TeleportationReport(), folder=tmp_path, max_epochs=2)
-    summary = read_rows(tmp_path / "results" / "summary")
+    log = CSVLogger(tmp_path, name="", version="log")
+    fit(task, digits(), moves()[0], TeleportationReport(), folder=tmp_path, max_epochs=2, logger=log)
+    logged = read_csv(tmp_path / "log" / "metrics.csv")
+    name = "teleportation/ascent/objective"
+    (moved,) = (row for row in logged if row.get(f"{name}_before"))
+    assert int(moved["step"]) == 4  # the last of the epoch before
+    assert 0 < float(moved[f"{name}_before"]) < float(moved[f"{name}_after"])
+    assert float(moved["teleportation/ascent/seconds"]) > 0
+    summary = read_rows(tmp_path / "log" / "results" / "summary")
     assert [(row["arm"], row["rate"]) for row in summary] == [("plain", 0.1), ("ascent", 0.1)]
-    rows = read_rows(tmp_path / "results" / "runs")
+    rows = read_rows(tmp_path / "log" / "results" / "runs")
     for row in summary:
         own = [one["loss"] for one in rows if (one["arm"], one["rate"]) == (row["arm"], row["rate"])]
         assert row["loss"] == pytest.approx(sum(own) / len(own))
@@ -159,6 +198,10 @@ def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
         (lambda: SymmetryTeleportation([1], objective="gradient_nrm"), "gradient_norm"),
         (lambda: TeleportationTask(network(), arms=["a", "a"], rates=[0.1]), "arms must be a list of different"),
         (lambda: TeleportationTask(network(), arms=["a"], rates=[-0.1]), "rates must be a number > 0"),
+        (lambda: TeleportationTask(network(), arms=["a"], rates=[]), "rates must be a list of different"),
+        (lambda: TeleportationTask(network(), arms=["a"], rates=[0.1], seeds=0), "seeds must be"),
+        (lambda: SymmetryTeleportation([1], images=0), "images must be"),
+        (lambda: SymmetryTeleportation([1], max_steps=0), "max_steps must be"),
         (lambda: fit(ZooTask(network(), 1), None, SymmetryTeleportation([0], arm="a"), max_epochs=1), "names an arm"),
         (
             lambda: fit(ZooTask(network(), 2, execution="vmap"), None, SymmetryTeleportation([0]), max_epochs=1),
