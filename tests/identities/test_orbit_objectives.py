@@ -24,6 +24,7 @@ from lightning_sym.orbit import (
     weight_norm,
 )
 from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.rounding import largest_inputs
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -121,6 +122,9 @@ def test_clipped_activations_stay_within_the_ranges_of_the_data():
     result = round_to_nearest(network, 16, activations=16, data=inputs)
     assert relative_error(result, network, inputs) < 1e-7
     assert relative_error(result, network, 10 * inputs) > 1e-3
+    parts = round_to_nearest(network, 16, activations=16, data=[inputs, 0.5 * inputs])
+    with torch.no_grad():
+        assert torch.equal(parts(10 * inputs), result(10 * inputs))
     dynamic = round_to_nearest(network, 16, activations=16)
     assert relative_error(dynamic, network, 10 * inputs) < 1e-7
 
@@ -380,6 +384,28 @@ def test_descents_lower_the_error_of_written_networks(case):
         assert found.after < 0.8 * found.before
         for value, one in ((found.before, network), (found.after, found.network)):
             assert abs(value - relative_error(change(one), network, inputs)) < 1e-9 * value
+
+
+def test_ranges_and_relative_sums_as_by_hand():
+    layer = nn.Linear(2, 2).double()
+    layer.weight.data = torch.tensor([[3.0, -1.0], [0.5, 1.5]]).double()
+    view, mean = seen(layer), 12.5 / 4  # of squares
+    assert number(quantization_error(3, kind="range")(view)) == pytest.approx((3 / 3) ** 2 / 12 / mean)
+    both = ((3 / 3) ** 2 + (1.5 / 3) ** 2) / 2
+    assert number(quantization_error(3, "channel", kind="range")(view)) == pytest.approx(both / 12 / mean)
+    assert number(sparsity(kind="l1")(view)) == pytest.approx(1.5 / mean**0.5)
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (3, 4), (3, 4, 5)], ids=["linear", "1d", "2d", "3d"])
+def test_largest_inputs_are_those_of_each_feature(sizes):
+    torch.manual_seed(0)
+    count = len(sizes)
+    kinds = (f"Conv{count}d", f"ConvTranspose{count}d") if sizes else ("Linear",)
+    for layer in (getattr(nn, kind)(4, 2, *[2][:count]) for kind in kinds):
+        one, two = torch.randn(6, 4, *sizes), torch.randn(2, 4, *sizes)
+        found = largest_inputs(layer, [one, two])
+        every = torch.cat([one, two]).abs().movedim(1, -1).flatten(0, -2)
+        assert torch.equal(found["weight"], every.amax(0))
 
 
 def test_objectives_of_weights_alone_move_no_scales_unless_asked():
