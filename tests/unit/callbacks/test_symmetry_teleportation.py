@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from lightning_sym.callbacks import SymmetryTeleportation, TeleportationReport
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.orbit import Objective
+from lightning_sym.orbit.teleportation import Teleportation
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import TeleportationTask, ZooTask
 
 ARMS = ["plain", "ascent", "descent", "random"]
@@ -95,6 +98,7 @@ def test_members_of_one_seed_begin_alike_and_see_the_same_data():
 
 def test_each_learning_rate_is_used():
     task = TeleportationTask(network(), arms=["a"], rates=[0.1, 0.01], optimizer=MOMENTUM)
+    assert {"arms": ["a"], "rates": [0.1, 0.01]}.items() <= task.identity().items()
     fit(task, max_epochs=1)
     for number, rate in enumerate([0.1, 0.01]):
         alone = ZooTask(network(), 1, optimizer=functools.partial(MOMENTUM, lr=rate), keep="last")
@@ -113,6 +117,42 @@ def test_a_resumed_run_movingas_an_uninterrupted_one(tmp_path):
     fit(again, digits(), *moves(), max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
     for number in whole.numbers:
         assert_same(whole.kept[number]["state"], again.kept[number]["state"])
+
+
+def test_random_elements_move_the_chosen_factors_by_the_budget():
+    own = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5), nn.Linear(5, 3))
+    symmetry = trace_symmetry(own, torch.randn(2, 4))
+
+    def drawn(seed, budget=1.0, factors="all"):
+        found = Teleportation("random", factors=factors, budget=budget).found(symmetry, own, None, seed=seed)
+        assert math.isnan(found.before)
+        assert found.seconds > 0
+        return found.element
+
+    moved = {"all": {"log_scale", "dense", "shift"}, "scales": {"log_scale"}, "cells": {"dense"}}
+    for factors, names in moved.items():
+        element = drawn(0, factors=factors)
+        parts = {one.name for one in symmetry.factors if not one.is_identity(element.parts[one.name])}
+        assert parts == names
+    one, two = drawn(0).log_scale, drawn(0, 2.0).log_scale
+    torch.testing.assert_close(2 * one, two)
+    assert not torch.equal(one, drawn(1).log_scale)
+
+
+def test_each_member_moves_by_its_own_element_at_each_epoch(monkeypatch):
+    elements, found = [], Teleportation.found
+
+    def watched(*arguments, **keywords):
+        result = found(*arguments, **keywords)
+        elements.append(result.element.log_scale)
+        return result
+
+    monkeypatch.setattr(Teleportation, "found", watched)
+    for _ in range(2):
+        fit(ZooTask(network(), 2), digits(), SymmetryTeleportation([0, 1], "random"), max_epochs=2)
+    assert len(elements) == 8
+    assert all(torch.equal(one, two) for one, two in zip(elements[:4], elements[4:], strict=True))
+    assert len({float(one[0]) for one in elements}) == 4
 
 
 class Plain(LightningModule):

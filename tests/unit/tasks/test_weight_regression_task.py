@@ -122,6 +122,10 @@ def test_only_the_arm_of_the_orbit_is_augmented_and_keeps_the_functions(zoo):
 def test_members_are_repeats_of_arms(zoo):
     task = WeightRegressionTask(zoo, arms=["raw", "invariants"], members=3, seed=1)
     assert [task.arm_of(number) for number in task.numbers] == ["invariants", "raw", "invariants"]
+    one, again, other = (task.make_member(number).body[0].weight for number in (1, 1, 3))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert task.identity()["arms"] == ["raw", "invariants"]
 
 
 def test_what_does_not_fit_is_refused(zoo, tmp_path):
