@@ -293,12 +293,16 @@ def test_descents_repeat_bit_by_bit_and_their_elements_undo(optimizer):
     network, inputs, symmetry = traced(two_linear_layers)
 
     def loss(view, batch):
-        return squares(view) + view.output(batch).sum() * 0 + (view["0.weight"] ** 4).sum()
+        return squares(view) + len(batch) * (view["0.weight"] ** 4).sum()
 
-    one, two = (
-        minimize_on_orbit(symmetry, network, loss, data=[inputs, inputs[:1]], optimizer=optimizer, max_steps=12, seed=3)
-        for _ in range(2)
+    one, two, other = (
+        minimize_on_orbit(
+            symmetry, network, loss, data=[inputs, inputs[:1]], optimizer=optimizer, max_steps=12, seed=seed
+        )
+        for seed in (3, 3, 4)
     )
+    if optimizer == "adam":  # batches in another order
+        assert [step.objective for step in one.history] != [step.objective for step in other.history]
     assert one.after < one.before
     assert [step.step for step in one.history] == list(range(13))
     times = [0.0, *(step.seconds for step in one.history)]
@@ -309,6 +313,19 @@ def test_descents_repeat_bit_by_bit_and_their_elements_undo(optimizer):
     back = symmetry.act(symmetry.inverse(one.element), one.network)
     for name, own in back.state_dict().items():
         assert torch.allclose(own, network.state_dict()[name], rtol=0, atol=1e-12)
+
+
+def test_adam_returns_the_best_point_that_it_saw():
+    network, _, symmetry = traced(relu)
+    least = minimize_on_orbit(symmetry, network, squares).element
+    near = symmetry.compose(
+        OrbitDirections(symmetry).element({"scales": torch.full_like(least.log_scale, 0.01)}), least
+    )
+    # The first step is longer than the way to the minimum.
+    found = minimize_on_orbit(symmetry, network, squares, optimizer="adam", lr=0.5, max_steps=2, start=near)
+    least = min(step.objective for step in found.history)
+    assert found.after == pytest.approx(least, rel=1e-12)
+    assert least < found.history[-1].objective - 0.01
 
 
 def test_linear_layers_without_a_minimum_stop_at_a_condition_number():

@@ -24,7 +24,7 @@ from lightning_sym.orbit import (
     weight_norm,
 )
 from lightning_sym.orbit.directions import OrbitDirections
-from lightning_sym.orbit.rounding import largest_inputs
+from lightning_sym.orbit.rounding import largest_inputs, rounded
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -99,6 +99,8 @@ def test_many_bits_and_no_pruning_change_nothing():
     assert number(quantization_error(16)(view, inputs)) < 1e-7
     assert number(quantization_error(16, activations=16)(view, inputs)) < 1e-7
     assert number(sparsity(0.0)(view, inputs)) == 0
+    zero = torch.zeros(2, 3)
+    assert torch.equal(rounded(zero, 3, 0), zero)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
@@ -127,6 +129,29 @@ def test_clipped_activations_stay_within_the_ranges_of_the_data():
         assert torch.equal(parts(10 * inputs), result(10 * inputs))
     dynamic = round_to_nearest(network, 16, activations=16)
     assert relative_error(dynamic, network, 10 * inputs) < 1e-7
+
+
+class Repeated(nn.Module):
+    """Calls a layer once for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for _ in x:
+            x = self.layer(x)
+        return x
+
+
+def test_ranges_are_refused_where_batches_differ_in_calls():
+    one, two = torch.ones(1, 3), torch.ones(2, 3)
+    written = round_to_nearest(Repeated(), 4, activations=4, data=two)
+    written(one)
+    with pytest.raises(ValueError, match="more linear maps than the 2 of the data"):
+        written(torch.ones(3, 3))
+    with pytest.raises(ValueError, match="other linear maps on each batch"):
+        round_to_nearest(Repeated(), 4, activations=4, data=[one, two])
 
 
 class Conv1D(nn.Module):
@@ -273,8 +298,10 @@ def test_equalised_layers_have_equal_ranges_for_each_unit(between):
         assert torch.allclose(incoming, outgoing, rtol=1e-10)
 
 
-def test_smooth_quant_splits_the_range_of_activations_as_by_hand():
+@pytest.mark.parametrize("activation", [nn.ReLU(), Polynomial(2)], ids=["relu", "squares"])
+def test_smooth_quant_splits_the_range_of_activations_as_by_hand(activation):
     network, (inputs, _) = mlp()
+    network[1] = activation
     symmetry = trace_symmetry(network, inputs)
     moved = symmetry.act(smooth_quant(symmetry, network, inputs, alpha=0.3), network)
     hidden = network[:2](inputs)
@@ -360,6 +387,9 @@ def test_gradient_norm_and_curvature_agree_with_dense_derivatives():
     for power in (1, 2, 4):
         expected = gradient.abs().pow(power).sum()
         assert torch.allclose(gradient_norm(p=power)(view, batch), expected, rtol=1e-10)
+    values = torch.randn(12, 4).double()
+    slopes = torch.func.grad(lambda own: (outputs(own) - values).square().mean())(flat)
+    assert torch.allclose(gradient_norm("mse")(view, (inputs, values)), slopes.square().sum(), rtol=1e-10)
     assert torch.allclose(sharpness()(view, batch), matrix.trace(), rtol=1e-10)
     assert torch.allclose(matrix.trace(), hessian.trace(), rtol=1e-10)  # piecewise linear in each weight
     assert torch.allclose(sharpness(kind="top")(view, batch), torch.linalg.eigvalsh(matrix)[-1], rtol=1e-8)
