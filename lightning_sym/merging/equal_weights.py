@@ -34,9 +34,9 @@ def equal_weights(a: nn.Module, b: nn.Module, rounding: float) -> Equality:
         if name.endswith("num_batches_tracked") or torch.equal(one, two):
             continue
         times, place = _largest(one, two, _TIMES * rounding) if one.is_floating_point() else (math.inf, "")
-        if times > worst:
+        if not times <= worst:  # also where it is not a number
             worst, where = times, name + place
-        if worst > 1:
+        if not worst <= 1:
             return Equality("same function", worst, where, 0)
     return Equality("equal", worst, where, 0)
 
@@ -57,7 +57,7 @@ def _largest(one: Tensor, two: Tensor, allowed: float) -> tuple[float, str]:
                 totals[place, at if axis == 0 else slice(None)] += squares.sum(others, dtype=totals.dtype)
     worst, where = 0.0, ""
     for axis, (apart, whole) in enumerate(found):
-        times = torch.where(apart > 0, apart.sqrt() / (allowed * whole.sqrt()), 0.0)
+        times = torch.where(apart != 0, apart.sqrt() / (allowed * whole.sqrt()), 0.0)
         if times.numel() and not float(times.max()) <= worst:
             worst, where = float(times.max()), f" at {int(times.argmax())} of axis {axis}"
     return worst, where

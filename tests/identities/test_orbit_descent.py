@@ -1,5 +1,6 @@
 """Descent over orbits: the function stays, derivatives are right, known minima are found; docs/theory/orbit.md."""
 
+import functools
 import itertools
 import math
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_sym.networks import VisionTransformer
-from lightning_sym.orbit import Objective, OrbitDirections, least_norm, minimize_on_orbit
+from lightning_sym.orbit import Objective, OrbitDirections, least_norm, minimize_on_orbit, weight_norm
 from lightning_sym.orbit.closed_forms import least_dual_squares, least_squares
 from lightning_sym.orbit.directions import kinds_of
 from lightning_sym.orbit.problem import OrbitProblem
@@ -109,15 +110,27 @@ NETWORKS = {
 }
 
 
-def traced(make, seed=0):
-    torch.manual_seed(seed)
+@functools.cache
+def symmetry_of(make):
+    """Trace each architecture once: most of the time of these tests goes there."""
+    network, inputs = drawn(make)
+    return trace_symmetry(network, inputs)
+
+
+def drawn(make):
+    torch.manual_seed(0)
     network, inputs = make()
     network = network.double().eval()
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     with torch.no_grad():
         for own in network.parameters():  # no gains of one value
             own.add_(0.1 * torch.randn_like(own))
-    return network, inputs, trace_symmetry(network, inputs)
+    return network, inputs
+
+
+def traced(make):
+    symmetry = symmetry_of(make)
+    return *drawn(make), symmetry
 
 
 def problem_of(network, symmetry, objective, factors="all", batches=()):
@@ -131,13 +144,15 @@ def test_derivatives_by_all_coordinates_are_those_along_them_at_random_members(n
     assert kinds <= {*kinds_of(symmetry)}
     slopes = {n: torch.randn(own.shape, dtype=torch.float64) for n, own in network.state_dict().items()}
 
-    def cubic(view):
+    def cubic(view, factor):
         tensors = {**view.parameters, **view.buffers}
-        return sum((slopes[n] * (own + own**3)).sum() for n, own in tensors.items() if own.requires_grad)
+        return factor * sum((slopes[n] * (own + own**3)).sum() for n, own in tensors.items() if own.requires_grad)
 
-    problem = problem_of(network, symmetry, cubic)
+    problem = problem_of(network, symmetry, cubic, batches=[0.5, 1.5])
     member = symmetry.sample(generator(1), scale=0.3)
-    _, gradient = problem.gradient(member)
+    value, gradient = problem.gradient(member)
+    assert value == pytest.approx(problem.value(member), rel=1e-12)
+    assert value == pytest.approx(float(cubic(problem.view(member), 1.0).detach()), rel=1e-12)
     seen = set()
     for coordinate, shape in problem.directions.shapes.items():
         if coordinate.split()[0] in seen:  # one matrix, one rotation
@@ -278,19 +293,39 @@ def test_descents_repeat_bit_by_bit_and_their_elements_undo(optimizer):
     network, inputs, symmetry = traced(two_linear_layers)
 
     def loss(view, batch):
-        return squares(view) + view.output(batch).sum() * 0 + (view["0.weight"] ** 4).sum()
+        return squares(view) + len(batch) * (view["0.weight"] ** 4).sum()
 
-    one, two = (
-        minimize_on_orbit(symmetry, network, loss, data=[inputs, inputs[:1]], optimizer=optimizer, max_steps=12, seed=3)
-        for _ in range(2)
+    one, two, other = (
+        minimize_on_orbit(
+            symmetry, network, loss, data=[inputs, inputs[:1]], optimizer=optimizer, max_steps=12, seed=seed
+        )
+        for seed in (3, 3, 4)
     )
+    if optimizer == "adam":  # batches in another order
+        assert [step.objective for step in one.history] != [step.objective for step in other.history]
     assert one.after < one.before
+    assert [step.step for step in one.history] == list(range(13))
+    times = [0.0, *(step.seconds for step in one.history)]
+    assert times == sorted(times)
     assert [step.objective for step in one.history] == [step.objective for step in two.history]
     for name, own in one.network.state_dict().items():
         assert torch.equal(own, two.network.state_dict()[name])
     back = symmetry.act(symmetry.inverse(one.element), one.network)
     for name, own in back.state_dict().items():
         assert torch.allclose(own, network.state_dict()[name], rtol=0, atol=1e-12)
+
+
+def test_adam_returns_the_best_point_that_it_saw():
+    network, _, symmetry = traced(relu)
+    least = minimize_on_orbit(symmetry, network, squares).element
+    near = symmetry.compose(
+        OrbitDirections(symmetry).element({"scales": torch.full_like(least.log_scale, 0.01)}), least
+    )
+    # The first step is longer than the way to the minimum.
+    found = minimize_on_orbit(symmetry, network, squares, optimizer="adam", lr=0.5, max_steps=2, start=near)
+    least = min(step.objective for step in found.history)
+    assert found.after == pytest.approx(least, rel=1e-12)
+    assert least < found.history[-1].objective - 0.01
 
 
 def test_linear_layers_without_a_minimum_stop_at_a_condition_number():
@@ -327,6 +362,27 @@ def test_a_budget_bounds_scales_and_condition_numbers_of_a_maximum():
         minimize_on_orbit(symmetry, network, squares, maximize=True, factors="shifts")
 
 
+def test_bounded_descents_and_ascents_begin_at_the_network():
+    """Not at the closed form, which is out of bounds or the minimum."""
+    network, _, symmetry = traced(relu)
+    low = minimize_on_orbit(symmetry, network, weight_norm(), budget=0.05)
+    high = minimize_on_orbit(symmetry, network, weight_norm(), maximize=True)
+    for found, bound in ((low, 0.05), (high, 3.0)):
+        assert found.history[0].objective == pytest.approx(found.before, rel=1e-12)
+        assert float(found.element.log_scale.abs().max()) == pytest.approx(bound)
+        assert not any("closed form" in note for note in found.notes)
+    assert low.after < low.before < high.after
+
+
+def test_descents_begin_at_balanced_and_at_rotated_networks():
+    network, _, symmetry = traced(relu)
+    least = squares_of(canonicalize(symmetry, network).network)
+    assert minimize_on_orbit(symmetry, network, squares, start="balanced", max_steps=0).after == pytest.approx(least)
+    network, _, symmetry = traced(vit)
+    turn = minimize_on_orbit(symmetry, network, squares, start="hadamard", max_steps=0).element.rotation[0]
+    assert torch.allclose(turn.abs(), torch.full_like(turn, 8**-0.5), rtol=0, atol=1e-12)
+
+
 def test_scales_at_their_budget_do_not_block_the_others():
     network, _, symmetry = traced(relu)
     member = symmetry.act(symmetry.sample(generator(1), scale=1.5, permutations=False), network)
@@ -356,11 +412,12 @@ def test_patterns_of_axis_groups_choose_what_moves():
     network, _, symmetry = traced(relu)
     names = [group.name for group in symmetry.groups]
     assert names == ["0", "2"]
-    found = minimize_on_orbit(symmetry, network, squares, factors=["0*"])
-    moved = found.element.log_scale != 0
     table = torch.from_numpy(symmetry.structure.scale_table[0].ravel())
-    assert bool(moved[table].all())
-    assert int(moved.sum()) == len(table)
+    for objective in (squares, weight_norm()):  # the closed form is for all scales
+        found = minimize_on_orbit(symmetry, network, objective, factors=["0*"])
+        moved = found.element.log_scale != 0
+        assert bool(moved[table].all())
+        assert int(moved.sum()) == len(table)
 
 
 def test_rotations_through_a_gain_of_zero_are_held_or_refused():

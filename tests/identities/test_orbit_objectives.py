@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from lightning_sym.networks import VisionTransformer
+from lightning_sym.networks import Polynomial, VisionTransformer
 from lightning_sym.orbit import (
     cross_layer_equalization,
     gradient_norm,
@@ -24,6 +24,7 @@ from lightning_sym.orbit import (
     weight_norm,
 )
 from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.rounding import largest_inputs, rounded
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -98,6 +99,8 @@ def test_many_bits_and_no_pruning_change_nothing():
     assert number(quantization_error(16)(view, inputs)) < 1e-7
     assert number(quantization_error(16, activations=16)(view, inputs)) < 1e-7
     assert number(sparsity(0.0)(view, inputs)) == 0
+    zero = torch.zeros(2, 3)
+    assert torch.equal(rounded(zero, 3, 0), zero)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
@@ -121,8 +124,34 @@ def test_clipped_activations_stay_within_the_ranges_of_the_data():
     result = round_to_nearest(network, 16, activations=16, data=inputs)
     assert relative_error(result, network, inputs) < 1e-7
     assert relative_error(result, network, 10 * inputs) > 1e-3
+    parts = round_to_nearest(network, 16, activations=16, data=[inputs, 0.5 * inputs])
+    with torch.no_grad():
+        assert torch.equal(parts(10 * inputs), result(10 * inputs))
     dynamic = round_to_nearest(network, 16, activations=16)
     assert relative_error(dynamic, network, 10 * inputs) < 1e-7
+
+
+class Repeated(nn.Module):
+    """Calls a layer once for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for _ in x:
+            x = self.layer(x)
+        return x
+
+
+def test_ranges_are_refused_where_batches_differ_in_calls():
+    one, two = torch.ones(1, 3), torch.ones(2, 3)
+    written = round_to_nearest(Repeated(), 4, activations=4, data=two)
+    written(one)
+    with pytest.raises(ValueError, match="more linear maps than the 2 of the data"):
+        written(torch.ones(3, 3))
+    with pytest.raises(ValueError, match="other linear maps on each batch"):
+        round_to_nearest(Repeated(), 4, activations=4, data=[one, two])
 
 
 class Conv1D(nn.Module):
@@ -223,21 +252,24 @@ def test_derivative_by_the_group_agrees_with_differences(case, objective):
         own = {**moved, **leaves}
         return View(network, {n: own[n] for n in names}, {n: own[n] for n in own if n not in names}), leaves
 
-    for name, zero in directions.zeros().items():
-        direction = torch.randn(zero.shape, generator=generator, dtype=torch.float64)
-        if name.startswith("rotation"):
-            direction = direction - direction.mT
-        sides = []
-        for sign in (1, -1):
-            here, _ = view_at({**directions.zeros(), name: sign * 1e-5 * direction})
-            sides.append(float(objective(here, batch).detach()))
-        view, leaves = view_at(directions.zeros())
-        value = objective(view, batch)
-        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        slopes = {each: own for each, own in zip(leaves, found, strict=True) if own is not None}
-        pulled = directions.pulled_back(symmetry.tensors(network), slopes)[name]
-        expected, difference = float((pulled * direction).sum()), (sides[0] - sides[1]) / 2e-5
-        assert abs(expected - difference) < 1e-6 * max(1, abs(number(value))), (name, expected, difference)
+    # One step along all coordinates together: each kind of them alone is a matter of test_orbit_descent.py.
+    along = {}
+    for name, shape in directions.shapes.items():
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        along[name] = drawn - drawn.mT if name.startswith("rotation") else drawn
+    sides = []
+    for step in (1e-5, -1e-5):
+        here, _ = view_at({name: step * own for name, own in along.items()})
+        sides.append(number(objective(here, batch)))
+    view, leaves = view_at(directions.zeros())
+    value = objective(view, batch)
+    found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+    slopes = {each: own for each, own in zip(leaves, found, strict=True) if own is not None}
+    pulled = directions.pulled_back(symmetry.tensors(network), slopes)
+    expected = sum(float((pulled[name] * own).sum()) for name, own in along.items())
+    size, difference = max(1, abs(number(value))), (sides[0] - sides[1]) / 2e-5
+    assert abs(difference) > 0.01 * size
+    assert abs(expected - difference) < 1e-6 * size
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -250,7 +282,12 @@ def test_hand_made_elements_keep_the_function(case):
         assert not torch.equal(moved(inputs), network(inputs))
 
 
-@pytest.mark.parametrize("between", [nn.ReLU(), nn.Identity()], ids=["scales", "matrices"])
+BETWEEN = pytest.mark.parametrize(
+    "between", [nn.ReLU(), nn.Identity(), Polynomial(2)], ids=["scales", "matrices", "squares"]
+)
+
+
+@BETWEEN
 def test_equalised_layers_have_equal_ranges_for_each_unit(between):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 9), between, nn.Linear(9, 7), between, nn.Linear(7, 3)).double()
@@ -261,8 +298,10 @@ def test_equalised_layers_have_equal_ranges_for_each_unit(between):
         assert torch.allclose(incoming, outgoing, rtol=1e-10)
 
 
-def test_smooth_quant_splits_the_range_of_activations_as_by_hand():
+@pytest.mark.parametrize("activation", [nn.ReLU(), Polynomial(2)], ids=["relu", "squares"])
+def test_smooth_quant_splits_the_range_of_activations_as_by_hand(activation):
     network, (inputs, _) = mlp()
+    network[1] = activation
     symmetry = trace_symmetry(network, inputs)
     moved = symmetry.act(smooth_quant(symmetry, network, inputs, alpha=0.3), network)
     hidden = network[:2](inputs)
@@ -348,6 +387,9 @@ def test_gradient_norm_and_curvature_agree_with_dense_derivatives():
     for power in (1, 2, 4):
         expected = gradient.abs().pow(power).sum()
         assert torch.allclose(gradient_norm(p=power)(view, batch), expected, rtol=1e-10)
+    values = torch.randn(12, 4).double()
+    slopes = torch.func.grad(lambda own: (outputs(own) - values).square().mean())(flat)
+    assert torch.allclose(gradient_norm("mse")(view, (inputs, values)), slopes.square().sum(), rtol=1e-10)
     assert torch.allclose(sharpness()(view, batch), matrix.trace(), rtol=1e-10)
     assert torch.allclose(matrix.trace(), hessian.trace(), rtol=1e-10)  # piecewise linear in each weight
     assert torch.allclose(sharpness(kind="top")(view, batch), torch.linalg.eigvalsh(matrix)[-1], rtol=1e-8)
@@ -372,6 +414,28 @@ def test_descents_lower_the_error_of_written_networks(case):
         assert found.after < 0.8 * found.before
         for value, one in ((found.before, network), (found.after, found.network)):
             assert abs(value - relative_error(change(one), network, inputs)) < 1e-9 * value
+
+
+def test_ranges_and_relative_sums_as_by_hand():
+    layer = nn.Linear(2, 2).double()
+    layer.weight.data = torch.tensor([[3.0, -1.0], [0.5, 1.5]]).double()
+    view, mean = seen(layer), 12.5 / 4  # of squares
+    assert number(quantization_error(3, kind="range")(view)) == pytest.approx((3 / 3) ** 2 / 12 / mean)
+    both = ((3 / 3) ** 2 + (1.5 / 3) ** 2) / 2
+    assert number(quantization_error(3, "channel", kind="range")(view)) == pytest.approx(both / 12 / mean)
+    assert number(sparsity(kind="l1")(view)) == pytest.approx(1.5 / mean**0.5)
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (3, 4), (3, 4, 5)], ids=["linear", "1d", "2d", "3d"])
+def test_largest_inputs_are_those_of_each_feature(sizes):
+    torch.manual_seed(0)
+    count = len(sizes)
+    kinds = (f"Conv{count}d", f"ConvTranspose{count}d") if sizes else ("Linear",)
+    for layer in (getattr(nn, kind)(4, 2, *[2][:count]) for kind in kinds):
+        one, two = torch.randn(6, 4, *sizes), torch.randn(2, 4, *sizes)
+        found = largest_inputs(layer, [one, two])
+        every = torch.cat([one, two]).abs().movedim(1, -1).flatten(0, -2)
+        assert torch.equal(found["weight"], every.amax(0))
 
 
 def test_objectives_of_weights_alone_move_no_scales_unless_asked():

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -56,8 +57,15 @@ def moved_copy(network, symmetry, *, mixing=False, noise=0.0):
 def test_a_moved_copy_is_recognised_up_to_rounding(make, mixing):
     network, symmetry = network_of(make)
     other, _ = moved_copy(network, symmetry, mixing=mixing)
-    found = list(recognised(symmetry, network, other, signs=True, device=CPU, seed=0))[-1]
-    assert found.settled
+    points = list(recognised(symmetry, network, other, signs=True, device=CPU, seed=0))
+    rotated = mixing and bool(symmetry.structure.dense)
+    assert [own.settled for own in points] == ([False, True] if rotated else [True])
+    for own in points:
+        assert own.objective[0] < own.objective[1]
+    if rotated:
+        rigid = recognised(symmetry, network, other, signs=True, device=CPU, seed=0, freedom=["permutations", "blocks"])
+        assert [own.settled for own in rigid] == [False]
+    found = points[-1]
     back = symmetry.act(found.element, other, check=False)
     norm = float(torch.nn.utils.parameters_to_vector(network.parameters()).detach().norm())
     assert parameter_distance(network, back) <= 1e-6 * norm < parameter_distance(network, other)
@@ -89,6 +97,7 @@ def test_other_seeds_and_planted_scales_need_a_search(make):
     stranger, _ = network_of(make, 1)
     drawn = symmetry.sample(torch.Generator().manual_seed(3), scale=0.5, mixing=False, shifts=False)
     scaled = symmetry.act(drawn, network, check=False)
+    assert not [*recognised(symmetry, network, stranger, signs=True, device=CPU, seed=0)]
     assert aligned_without_search(symmetry, [network, stranger]) is None
     assert aligned_without_search(symmetry, [network, scaled]) is None
 
@@ -131,7 +140,9 @@ def test_ties_keep_the_order():
     assert chosen.tolist() == [0, 1]
 
 
-def test_weights_are_equal_to_their_rounding_and_no_further():
+@pytest.mark.parametrize("at_once", [2**18, 50])
+def test_weights_are_equal_to_their_rounding_and_no_further(at_once, monkeypatch):
+    monkeypatch.setattr("lightning_sym.merging.equal_weights._AT_ONCE", at_once)  # rows in one part, or in several
     network, _ = network_of(SmallTransformer)
     rounding = rounding_of(torch.float32)
     rounded, altered = copy.deepcopy(network), copy.deepcopy(network)
@@ -145,3 +156,29 @@ def test_weights_are_equal_to_their_rounding_and_no_further():
     found = equal_weights(network, altered, rounding)
     assert found.answer == "same function"
     assert found.worst.endswith("at 3 of axis 0")
+    assert found.times == pytest.approx(10, rel=0.01)  # 100 times the rounding, of which 10 are allowed
+    with torch.no_grad():
+        one.copy_(rounded.get_parameter(found.worst.split()[0]))
+        one[:, 2] *= 1 + 15 * rounding
+    found = equal_weights(network, altered, rounding)
+    assert (found.answer, found.inputs) == ("same function", 0)
+    assert found.worst.endswith("at 2 of axis 1")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_equal_to_no_others(value):
+    one, two = (nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    two[1].num_batches_tracked += 1
+    assert equal_weights(one, two, 1e-6).answer == "equal"
+    for place in (one[0].weight.data[1], one[0].bias.data):
+        kept = float(place[0])
+        place[0] = value
+        assert equal_weights(one, two, 1e-6).answer == equal_weights(two, one, 1e-6).answer == "same function"
+        place[0] = kept
+    for network, shift in ((one, 0.0), (two, 1e-7)):
+        network.register_buffer("mask", torch.tensor([-math.inf, 1.0 + shift]))
+    assert equal_weights(one, two, 1e-6).answer == "equal"
+    one.register_buffer("places", torch.tensor([0, 1]))
+    two.register_buffer("places", torch.tensor([1, 0]))
+    assert equal_weights(one, two, 1e-6).answer == "same function"

@@ -50,6 +50,10 @@ def test_a_random_point_of_the_orbit_has_the_function_of_the_network(zoo):
         weights, moved = raw[number][0], data[number][0]
         torch.testing.assert_close(outputs(moved), outputs(weights), rtol=0, atol=1e-12)
         assert all(not torch.allclose(moved[name], weights[name]) for name in weights if name != "classifier.bias")
+    weights, permuted = raw[0][0], ZooDataset(zoo, augmentation="orbit", scale=0.0)[0][0]
+    for name, own in weights.items():
+        assert torch.equal(permuted[name].flatten().sort().values, own.flatten().sort().values)
+    assert not torch.equal(permuted["linear1.weight"], weights["linear1.weight"])
 
 
 def test_running_statistics_move_with_the_weights(tmp_path):
@@ -122,6 +126,7 @@ def test_what_the_zoo_lacks_is_named(zoo, tmp_path):
     assert_refused(ZooDataset, zoo, "test/r2", says=says)
     assert_refused(ZooDataset, zoo, "accuracy", says="has no metric accuracy; it has: test/accuracy")
     assert_refused(ZooDataset, zoo, form="sorted", says="form must be")
+    assert_refused(ZooDataset, zoo, seed=-1, says="seed must be")
     assert_refused(ZooDataset, zoo, augmentation="noise", says="augmentation must be")
     assert_refused(ZooDataset, zoo, form="canonical", augmentation="orbit", says='set form to "raw"')
     missing = tmp_path / "nowhere"

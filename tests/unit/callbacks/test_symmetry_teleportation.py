@@ -2,16 +2,21 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
 from fits import Interrupt, digits, fit, saving
-from helpers import assert_same, read_rows
+from helpers import assert_same, read_csv, read_rows
 from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from lightning_sym.callbacks import SymmetryTeleportation, TeleportationReport
 from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.orbit import Objective
+from lightning_sym.orbit.teleportation import Teleportation
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import TeleportationTask, ZooTask
 
 ARMS = ["plain", "ascent", "descent", "random"]
@@ -93,6 +98,7 @@ def test_members_of_one_seed_begin_alike_and_see_the_same_data():
 
 def test_each_learning_rate_is_used():
     task = TeleportationTask(network(), arms=["a"], rates=[0.1, 0.01], optimizer=MOMENTUM)
+    assert {"arms": ["a"], "rates": [0.1, 0.01]}.items() <= task.identity().items()
     fit(task, max_epochs=1)
     for number, rate in enumerate([0.1, 0.01]):
         alone = ZooTask(network(), 1, optimizer=functools.partial(MOMENTUM, lr=rate), keep="last")
@@ -101,7 +107,7 @@ def test_each_learning_rate_is_used():
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
-def test_a_resumed_run_moves_as_an_uninterrupted_one(tmp_path):
+def test_a_resumed_run_movingas_an_uninterrupted_one(tmp_path):
     whole = TeleportationTask(network(), arms=ARMS, rates=[0.1])
     fit(whole, digits(), *moves(), max_epochs=3)
     cut = TeleportationTask(network(), arms=ARMS, rates=[0.1])
@@ -111,6 +117,42 @@ def test_a_resumed_run_moves_as_an_uninterrupted_one(tmp_path):
     fit(again, digits(), *moves(), max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
     for number in whole.numbers:
         assert_same(whole.kept[number]["state"], again.kept[number]["state"])
+
+
+def test_random_elements_move_the_chosen_factors_by_the_budget():
+    own = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5), nn.Linear(5, 3))
+    symmetry = trace_symmetry(own, torch.randn(2, 4))
+
+    def drawn(seed, budget=1.0, factors="all"):
+        found = Teleportation("random", factors=factors, budget=budget).found(symmetry, own, None, seed=seed)
+        assert math.isnan(found.before)
+        assert found.seconds > 0
+        return found.element
+
+    moved = {"all": {"log_scale", "dense", "shift"}, "scales": {"log_scale"}, "cells": {"dense"}}
+    for factors, names in moved.items():
+        element = drawn(0, factors=factors)
+        parts = {one.name for one in symmetry.factors if not one.is_identity(element.parts[one.name])}
+        assert parts == names
+    one, two = drawn(0).log_scale, drawn(0, 2.0).log_scale
+    torch.testing.assert_close(2 * one, two)
+    assert not torch.equal(one, drawn(1).log_scale)
+
+
+def test_each_member_moves_by_its_own_element_at_each_epoch(monkeypatch):
+    elements, found = [], Teleportation.found
+
+    def watched(*arguments, **keywords):
+        result = found(*arguments, **keywords)
+        elements.append(result.element.log_scale)
+        return result
+
+    monkeypatch.setattr(Teleportation, "found", watched)
+    for _ in range(2):
+        fit(ZooTask(network(), 2), digits(), SymmetryTeleportation([0, 1], "random"), max_epochs=2)
+    assert len(elements) == 8
+    assert all(torch.equal(one, two) for one, two in zip(elements[:4], elements[4:], strict=True))
+    assert len({float(one[0]) for one in elements}) == 4
 
 
 class Plain(LightningModule):
@@ -140,12 +182,49 @@ def test_any_module_with_a_network_moves_by_any_objective(objective):
     torch.testing.assert_close(task.net(inputs), before(inputs))
 
 
+class Recorded(Objective):
+    """The norm of the weights, which keeps the numbers of images of its batches."""
+
+    reads_data = True
+
+    def __init__(self):
+        self.sizes = set()
+
+    def __call__(self, view, batch=None):
+        inputs, targets = batch
+        self.sizes.add((len(inputs), len(targets)))
+        return sum(own.square().sum() for own in view.values())
+
+
+@pytest.mark.parametrize(("images", "count"), [(16, 16), (20, 20), (1000, 80)])
+def test_named_members_move_by_the_first_images(images, count):
+    objective = Recorded()
+    own = SymmetryTeleportation([0], "descent", objective, images=images, max_steps=1, members=[1, 7])
+    task = ZooTask(network(), 2, optimizer=functools.partial(torch.optim.SGD, lr=0.0), keep="last")
+    fit(task, digits(), own, max_epochs=1)
+    assert objective.sizes == {(count, count)}
+    for number, moving in enumerate([False, True]):
+        start = task.make_member(number).state_dict()
+        assert moving != torch.equal(task.kept[number]["state"]["linear1.weight"], start["linear1.weight"])
+        norms = [
+            sum(float(one.square().sum()) for one in state.values()) for state in (task.kept[number]["state"], start)
+        ]
+        assert norms[0] < norms[1] - 0.1 if moving else norms[0] == norms[1]
+
+
 def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
     task = TeleportationTask(network(), arms=["plain", "ascent"], rates=[1e-6, 0.1], seeds=2)
-    fit(task, digits(), moves()[0], TeleportationReport(), folder=tmp_path, max_epochs=2)
-    summary = read_rows(tmp_path / "results" / "summary")
+    log = CSVLogger(tmp_path, name="", version="log")
+    fit(task, digits(), moves()[0], TeleportationReport(), folder=tmp_path, max_epochs=2, logger=log)
+    logged = read_csv(tmp_path / "log" / "metrics.csv")
+    name = "teleportation/ascent/objective"
+    (moved,) = (row for row in logged if row.get(f"{name}_before"))
+    assert int(moved["step"]) == 4  # the last of the epoch before
+    assert 0 < float(moved[f"{name}_before"]) < float(moved[f"{name}_after"])
+    assert float(moved["teleportation/ascent/seconds"]) > 0
+    summary = read_rows(tmp_path / "log" / "results" / "summary")
     assert [(row["arm"], row["rate"]) for row in summary] == [("plain", 0.1), ("ascent", 0.1)]
-    rows = read_rows(tmp_path / "results" / "runs")
+    rows = read_rows(tmp_path / "log" / "results" / "runs")
     for row in summary:
         own = [one["loss"] for one in rows if (one["arm"], one["rate"]) == (row["arm"], row["rate"])]
         assert row["loss"] == pytest.approx(sum(own) / len(own))
@@ -160,6 +239,10 @@ def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
         (lambda: SymmetryTeleportation([1], objective="gradient_nrm"), "gradient_norm"),
         (lambda: TeleportationTask(network(), arms=["a", "a"], rates=[0.1]), "arms must be a list of different"),
         (lambda: TeleportationTask(network(), arms=["a"], rates=[-0.1]), "rates must be a number > 0"),
+        (lambda: TeleportationTask(network(), arms=["a"], rates=[]), "rates must be a list of different"),
+        (lambda: TeleportationTask(network(), arms=["a"], rates=[0.1], seeds=0), "seeds must be"),
+        (lambda: SymmetryTeleportation([1], images=0), "images must be"),
+        (lambda: SymmetryTeleportation([1], max_steps=0), "max_steps must be"),
         (lambda: fit(ZooTask(network(), 1), None, SymmetryTeleportation([0], arm="a"), max_epochs=1), "names an arm"),
         (
             lambda: fit(ZooTask(network(), 2, execution="vmap"), None, SymmetryTeleportation([0]), max_epochs=1),

@@ -1,6 +1,7 @@
 """VariedZooTask: learning rates, numbers of epochs and label noise of each member."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_labels_are_replaced_at_the_rate_of_each_member():
 
 def test_a_member_is_the_one_that_is_trained_alone():
     settings = {"rate_factors": [0.1, 1.0], "epochs": [1, 3], "label_noise": [0.0, 0.5]}
-    together, alone = varied(**settings), varied(members=1, seed=2, **settings)
+    together, alone = varied(**settings), varied(members=1, seed=2, optimizer=None, **settings)
     for task in (together, alone):
         fit(task, max_epochs=3)
     assert_same(together.kept[2], alone.kept[2])
@@ -84,6 +85,7 @@ def test_the_zoo_records_the_settings(tmp_path):
     fit(task, None, ZooExport(), folder=tmp_path)
     for member in ModelZoo.open(tmp_path / "zoo"):
         assert member.training["settings"] == task.member_settings(member.number)
+        assert 0.2 < member.training["settings"]["label_noise"] < 0.4
     fit(ZooTask(task.network, 1), None, ZooExport(), folder=tmp_path / "plain")
     assert "settings" not in ModelZoo.open(tmp_path / "plain" / "zoo").member(0).training
 
@@ -92,7 +94,9 @@ def test_settings_out_of_range_are_refused():
     assert_refused(varied, rate_factors=[0.0, 1.0], says="rate_factors must be")
     assert_refused(varied, rate_factors=[2.0, 1.0], says="smallest and the largest")
     assert_refused(varied, epochs=[0, 3], says=">= 1")
+    assert_refused(varied, epochs=[1, math.inf], says=">= 1")
     assert_refused(varied, label_noise=[0.5, 1.1], says="in [0, 1]")
+    assert_refused(varied, label_noise=[-0.1, 0.5], says="in [0, 1]")
     assert_refused(varied, label_noise=[0.5], says="smallest and the largest")
     assert_refused(varied, optimizer=torch.optim.Adam, says="another effect with Adam; use torch.optim.SGD")
     decaying = functools.partial(SGD, weight_decay=0.1)

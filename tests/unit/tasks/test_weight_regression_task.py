@@ -52,7 +52,7 @@ def test_arms_differ_by_what_they_cannot_tell_apart(found):
         assert (one[arm] - two[arm]).abs().max() > 1e-2
 
 
-def test_statistics_ignore_the_order_of_units(found):
+def test_statistics_ignore_the_order_of_units(zoo, found):
     task, inputs, _, predict = found
     permuted, random = inputs.clone(), torch.Generator().manual_seed(0)
     for row in permuted:
@@ -60,6 +60,9 @@ def test_statistics_ignore_the_order_of_units(found):
         element = task.space.symmetry.sample(random, scale=0.0)
         row[0] = task.space.vector(task.space.symmetry.act_on(element, tensors))
     assert not torch.equal(permuted, inputs)
+    plain = WeightRegressionTask(zoo, scale=0.0).moved(inputs, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(plain[:, 0], permuted[:, 0])
+    assert torch.equal(plain[:, 1], inputs[:, 1])
     torch.testing.assert_close(predict(permuted)["statistics"], predict(inputs)["statistics"], rtol=0, atol=1e-5)
 
 
@@ -122,6 +125,21 @@ def test_only_the_arm_of_the_orbit_is_augmented_and_keeps_the_functions(zoo):
 def test_members_are_repeats_of_arms(zoo):
     task = WeightRegressionTask(zoo, arms=["raw", "invariants"], members=3, seed=1)
     assert [task.arm_of(number) for number in task.numbers] == ["invariants", "raw", "invariants"]
+    one, again, other = (task.make_member(number).body[0].weight for number in (1, 1, 3))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert task.identity()["arms"] == ["raw", "invariants"]
+    made = task.default_optimizer(task.make_member(1).parameters())
+    assert (type(made), made.defaults["lr"], made.defaults["weight_decay"]) == (torch.optim.AdamW, 1e-3, 0.1)
+
+
+def test_losses_of_arms_are_means_over_their_predictors(zoo):
+    task = WeightRegressionTask(zoo, arms=["raw", "statistics"], members=4, hidden=8)
+    logged = fit(task, weights(zoo), max_epochs=1).callback_metrics
+    arms = [float(logged[f"val/loss/{arm}"]) for arm in task.arms]
+    assert arms[0] != arms[1]
+    assert sum(arms) / 2 == pytest.approx(float(logged["val/loss"]), rel=1e-6)
+    assert not {f"train/loss/{arm}" for arm in task.arms} & {*logged}
 
 
 def test_what_does_not_fit_is_refused(zoo, tmp_path):
