@@ -51,6 +51,7 @@ class SymmetryTeleportation(Callback):
         prefix: First part of the logged names.
 
     Raises:
+        TypeError: If epochs are no list.
         ValueError: If an argument is out of range, or there is no such objective.
 
     References:
@@ -75,6 +76,8 @@ class SymmetryTeleportation(Callback):
         network: str = "network",
         prefix: str = "teleportation",
     ) -> None:
+        if isinstance(epochs, int):
+            raise TypeError(f"epochs must be a list of integers, got {epochs}; expected [{epochs}].")
         for epoch in epochs:
             check_integers(0, epochs=epoch)
         check_integers(1, images=images)

@@ -257,3 +257,8 @@ def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_epochs_are_a_list():
+    with pytest.raises(TypeError, match=r"expected \[1\]"):
+        SymmetryTeleportation(1)
