@@ -34,7 +34,7 @@ def equal_weights(a: nn.Module, b: nn.Module, rounding: float) -> Equality:
         if name.endswith("num_batches_tracked") or torch.equal(one, two):
             continue
         times, place = _largest(one, two, _TIMES * rounding) if one.is_floating_point() else (math.inf, "")
-        if not times <= worst:  # also where it is not a number
+        if not times <= worst:  # NaN counts
             worst, where = times, name + place
         if not worst <= 1:
             return Equality("same function", worst, where, 0)
