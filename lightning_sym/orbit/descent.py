@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.orbit.directions import ALL, OrbitDirections, kinds_of
+from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function, OrbitProblem
 from lightning_sym.orbit.steps import OrbitStep, by_adam, by_lbfgs
@@ -32,6 +32,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 
 Start = Element | Literal["balanced", "hadamard"] | None
 
+_ONE_SIDED = "one-sided"
 _BUDGET = 3.0  # of logarithms, where an objective is maximised
 _CONDITION = math.log(1e4)  # of condition numbers: more of these would lose digits of the function
 
@@ -72,6 +73,7 @@ def minimize_on_orbit(
     tolerance: float = 1e-8,
     budget: float | None = None,
     start: Start = None,
+    hold: str | Iterable[str] = (),
     seed: int = 0,
     check: bool = True,
 ) -> OrbitMinimum:
@@ -103,6 +105,8 @@ def minimize_on_orbit(
             the digits that they cost.
         start: The first element; "balanced", of smallest norm over scales and cells; or "hadamard", which rotates
             streams by Hadamard matrices. None: the identity.
+        hold: Kinds of coordinates that do not move, although `factors` names them; and "one-sided", scales that only
+            multiply weights (before batch norms).
         seed: Seed of the order of batches.
         check: Whether to verify that the function stays the same.
 
@@ -135,8 +139,10 @@ def minimize_on_orbit(
     batches = _batches(data, exact)
     if not batches and getattr(objective, "reads_data", False):
         raise ValueError(f"{type(objective).__name__} needs data to run the network on; pass data=...")
-    directions, notes = _directions(symmetry, exact, objective, factors, maximize=maximize, bounded=budget is not None)
-    with unchecked(), evaluating(exact):
+    directions, notes = moving_directions(
+        symmetry, exact, objective, factors, hold, maximize=maximize, bounded=budget is not None
+    )
+    with torch.inference_mode(False), torch.enable_grad(), unchecked(), evaluating(exact):
         problem = OrbitProblem(symmetry, exact, directions, objective, batches, -1.0 if maximize else 1.0)
         problem.budget = _BUDGET if maximize and budget is None else math.inf if budget is None else budget
         problem.condition = min(problem.budget, _CONDITION)
@@ -189,34 +195,52 @@ def _batches(data: Any, network: nn.Module) -> list[Any]:
     return found
 
 
-def _directions(
+def moving_directions(
     symmetry: Symmetry,
     network: nn.Module,
     objective: Objective | Function,
     factors: str | Iterable[str] | None,
+    hold: str | Iterable[str] = (),
     *,
     maximize: bool,
     bounded: bool,
 ) -> tuple[OrbitDirections, list[str]]:
     """Return the coordinates that move, and notes on those that are held.
 
+    Args:
+        symmetry: The symmetry.
+        network: In float64. Not changed.
+        objective: The objective.
+        factors: See :func:`minimize_on_orbit`.
+        hold: See :func:`minimize_on_orbit`.
+        maximize: Whether the objective is maximised.
+        bounded: Whether there is a budget.
+
     Raises:
-        ValueError: If a coordinate that was asked for cannot move.
+        ValueError: If a coordinate that was asked for cannot move, or there is no such kind to be held.
     """
+    held = [hold] if isinstance(hold, str) else list(hold)
+    check_words(*(("hold", own, (*KINDS.values(), _ONE_SIDED)) for own in held))
     chosen = getattr(objective, "factors", ALL) if factors is None else factors
     chosen = [chosen] if isinstance(chosen, str) else list(chosen)
     if factors is None:  # an objective names kinds for all networks
         chosen = [kind for kind in chosen if kind == ALL or kind in kinds_of(symmetry)]
     directions, masks, notes = OrbitDirections(symmetry, chosen), dict[str, Tensor](), list[str]()
     free = factors is None or ALL in chosen
+    for name, shape in directions.shapes.items():
+        if KINDS[name.split()[0]] in held:
+            masks[name] = torch.ones(shape, dtype=torch.bool)
+    notes += [f"{listed(sorted({KINDS[name.split()[0]] for name in masks}))} were held"] * bool(masks)
+    directions, masks = OrbitDirections(symmetry, chosen, masks), dict(masks)
     if maximize:
-        for name in (own for own in directions.shapes if own.split()[0] in ("shifts", "tilt")):
+        unbounded = [own for own in directions.shapes if own.split()[0] in ("shifts", "tilt")]
+        for name in unbounded:
             if not free:
                 raise ValueError(
                     f"nothing bounds {name.split()[0]}s, along which the objective is maximised; leave them out."
                 )
             masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
-        notes += ["shifts and rank-one maps were held: no budget bounds them"] * bool(masks)
+        notes += ["shifts and rank-one maps were held: no budget bounds them"] * bool(unbounded)
     tensors = symmetry.tensors(network)
     for factor, closed in symmetry.factors.closed(tensors).items():
         names = [name for name in symmetry.factors[factor].coordinates() if name in directions.shapes]
@@ -231,15 +255,14 @@ def _directions(
             masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
         if through:
             notes.append(f"{listed(through)} was held, as {listed(gains)} holds zeros")
-    if not (bounded or maximize or getattr(objective, "needs_one_sided", False)) and "scales" in directions.shapes:
+    unlimited = not (bounded or maximize or getattr(objective, "needs_one_sided", False))
+    if (unlimited or _ONE_SIDED in held) and "scales" in directions.shapes:
         plan = symmetry.factors.plan
         mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors)))
         masks["scales"] = mask
         if count := int((mask & ~directions.fixed.get("scales", torch.zeros_like(mask))).sum()):
-            notes.append(
-                f"{count} scales that only multiply weights (before batch norms) were held: without a budget these "
-                "tend to 0"
-            )
+            why = ": without a budget these tend to 0" * (_ONE_SIDED not in held)
+            notes.append(f"{count} scales that only multiply weights (before batch norms) were held{why}")
     return OrbitDirections(symmetry, chosen, masks) if masks else directions, notes
 
 
