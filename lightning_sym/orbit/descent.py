@@ -25,10 +25,11 @@ from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gauge import one_sided
 from lightning_sym.symmetry.group.norms import Squares
-from lightning_sym.symmetry.moves.moved import Moved, moved, require_weights
+from lightning_sym.symmetry.moves.moved import ChangedFunctionError, Moved, moved, require_weights
 from lightning_sym.symmetry.moves.streams import rotate_stream
-from lightning_sym.symmetry.proof import double, double_copy
+from lightning_sym.symmetry.proof import double, double_copy, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
 Start = Element | Literal["balanced", "hadamard"] | None
 
@@ -105,8 +106,8 @@ def minimize_on_orbit(
             the digits that they cost.
         start: The first element; "balanced", of smallest norm over scales and cells; or "hadamard", which rotates
             streams by Hadamard matrices. None: the identity.
-        hold: Kinds of coordinates that do not move, although `factors` names them; and "one-sided", scales that only
-            multiply weights (before batch norms).
+        hold: Kinds of coordinates that do not move, although `factors` names them; and "one-sided", scales before
+            batch norms and others that only multiply weights.
         seed: Seed of the order of batches.
         check: Whether to verify that the function stays the same.
 
@@ -163,6 +164,8 @@ def minimize_on_orbit(
         after = problem.value(element)
     notes += _at_bounds(problem, element)
     result = moved(symmetry, network, element, check=check, notes=notes)
+    if check:
+        _require_variances(symmetry, exact, element, _lowest_dtype(network))
     return OrbitMinimum(
         result.network,
         result.element,
@@ -258,12 +261,47 @@ def moving_directions(
     unlimited = not (bounded or maximize or getattr(objective, "needs_one_sided", False))
     if (unlimited or _ONE_SIDED in held) and "scales" in directions.shapes:
         plan = symmetry.factors.plan
-        mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors)))
+        mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors))) | _through_variances(symmetry)
         masks["scales"] = mask
         if count := int((mask & ~directions.fixed.get("scales", torch.zeros_like(mask))).sum()):
             why = ": without a budget these tend to 0" * (_ONE_SIDED not in held)
-            notes.append(f"{count} scales that only multiply weights (before batch norms) were held{why}")
+            notes.append(f"{count} scales before batch norms, or that only multiply weights, were held{why}")
     return OrbitDirections(symmetry, chosen, masks) if masks else directions, notes
+
+
+def _through_variances(symmetry: Symmetry) -> Tensor:
+    """Return a mask of the scales that running variances move with; several together may only multiply weights."""
+    shape = symmetry.factors["log_scale"].coordinates()["scales"]
+    forms = symmetry.factors["log_scale"].forms
+    assert forms is not None
+    rows = [own.rows for own in symmetry.structure.slots if own.kind == "variance"]
+    columns = [torch.from_numpy(forms[own].indices).long() for own in rows]
+    return (
+        torch.zeros(shape, dtype=torch.bool).index_fill(0, torch.cat(columns), True)
+        if columns
+        else torch.zeros(shape, dtype=torch.bool)
+    )
+
+
+def _lowest_dtype(network: nn.Module) -> torch.dtype:
+    found = {own.dtype for own in network.buffers() if own.is_floating_point()}
+    return max(found, key=lambda own: torch.finfo(own).eps, default=torch.float64)
+
+
+def _require_variances(symmetry: Symmetry, exact: nn.Module, element: Element, dtype: torch.dtype) -> None:
+    """Check that running variances plus epsilon keep their digits in the network's precision.
+
+    Raises:
+        ChangedFunctionError: If one does not.
+    """
+    tensors = symmetry.act_on(element, state_tensors(exact))
+    least = torch.finfo(dtype).eps / tolerance_of(dtype)
+    for slot in symmetry.structure.slots:
+        if slot.kind == "variance" and bool((tensors[slot.tensor] + slot.epsilon < least * slot.epsilon).any()):
+            raise ChangedFunctionError(
+                f"scales before a batch norm bring {slot.tensor} so close to -epsilon that the sum of both loses its "
+                f"digits in {str(dtype).removeprefix('torch.')}; expected another start, or factors without scales."
+            )
 
 
 def _at_bounds(problem: OrbitProblem, element: Element) -> list[str]:

@@ -142,6 +142,36 @@ def test_random_moves_stay_within_the_chosen_axis_groups():
     assert torch.equal(moved[4].weight, network[4].weight)
 
 
+class Stream(nn.Module):
+    """A stream that a batch norm and a linear layer read.
+
+    Its scale divides weights of that layer, but together with the scale of the layer's units it only multiplies.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.inner, self.back, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.out(torch.relu(self.norm(x + self.back(torch.relu(self.inner(x))))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scales_that_only_multiply_together_are_held(dtype):
+    torch.manual_seed(0)
+    network, (inputs, _) = Stream().double().eval(), batch()
+    trained(network)
+    symmetry, network = trace_symmetry(network, inputs), network.to(dtype)
+    found = minimize_on_orbit(symmetry, network, weight_norm(), max_steps=60)
+    assert torch.equal(found.network.norm.running_var, network.norm.running_var)
+    assert found.after < found.before
+    if dtype != torch.float64:  # balancing brings the variance to -epsilon, where no digit is left
+        with pytest.raises(RuntimeError, match=r"norm.running_var so close to -epsilon"):
+            minimize_on_orbit(symmetry, network, fourth_powers, start="balanced", max_steps=0)
+
+
 class Flat(nn.Module):
     """Two layers in one vector: names of its axis groups hold brackets."""
 
