@@ -67,7 +67,7 @@ def measured(objective, network, data):
     return float((objective(view, data) if getattr(objective, "reads_data", False) else objective(view)).detach())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "objective", [weight_norm(3), gradient_norm(), fourth_powers], ids=["weights", "gradients", "own"]
 )
@@ -92,7 +92,7 @@ def test_the_objective_falls_and_the_function_stays(seed, objective):
 
 
 @pytest.mark.parametrize("way", ["ascent", "descent", "random"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_teleportation_keeps_functions_in_training_mode_and_scales_before_batch_norms(seed, way):
     network, data = mlp(seed), batch()
     symmetry = trace_symmetry(network, data[0])
