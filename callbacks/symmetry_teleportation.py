@@ -25,7 +25,8 @@ class SymmetryTeleportation(Callback):
     r"""Move networks along their symmetry orbits at the start of some epochs; their functions stay.
 
     By default a few steps of ascent of the squared norm of the gradient, as in symmetry teleportation. The state of the
-    optimiser moves along, or is reset. Scales before batch norms are left alone. The objective is computed on the first
+    optimiser moves along, or is reset. Functions in training mode stay as well: scales before batch norms and matrices
+    through these are left alone. So are shifts, where the state moves along. The objective is computed on the first
     training images of the datamodule, without augmentation, or else on the first batch of the epoch.
 
     Logged are ``<prefix>/objective_before``, ``.../objective_after`` and ``.../seconds``; of a population the means
@@ -168,15 +169,32 @@ class SymmetryTeleportation(Callback):
         """Move a network; with replicas on all ranks by the element of rank 0."""
         assert self._symmetry is not None
         seed = derive_seed("teleportation", number, trainer.current_epoch)
-        optimizer = trainer.optimizers[0] if trainer.optimizers else None
+        optimizer = self._optimizer(trainer, network)
         replicas = trainer.world_size > 1 and not getattr(trainer.lightning_module, "member_parallel", False)
         found = None
         if trainer.is_global_zero or not replicas:
-            found = self.teleportation.found(self._symmetry, network, data, seed=seed)
+            found = self.teleportation.found(self._symmetry, network, data, optimizer, seed=seed)
         found = gathered(found)[0] if replicas else found
         assert found is not None
         self.teleportation.move(self._symmetry, found.element, network, optimizer)
         return found
+
+    @staticmethod
+    def _optimizer(trainer: Trainer, network: nn.Module) -> torch.optim.Optimizer | None:
+        """Return the optimiser of a network.
+
+        Raises:
+            ValueError: If several train it.
+        """
+        own = {*network.parameters()}
+        found = [
+            one for one in trainer.optimizers if any(not own.isdisjoint(group["params"]) for group in one.param_groups)
+        ]
+        if len(found) > 1:
+            raise ValueError(
+                f"{len(found)} optimisers train the network, but SymmetryTeleportation moves the state of one; use one."
+            )
+        return found[0] if found else None
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, found: Mapping[int, Teleported]) -> None:
         """Log the mean over members, and each member as a detail."""

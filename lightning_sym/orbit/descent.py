@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.orbit.directions import ALL, OrbitDirections, kinds_of
+from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function, OrbitProblem
 from lightning_sym.orbit.steps import OrbitStep, by_adam, by_lbfgs
@@ -25,13 +25,15 @@ from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gauge import one_sided
 from lightning_sym.symmetry.group.norms import Squares
-from lightning_sym.symmetry.moves.moved import Moved, moved, require_weights
+from lightning_sym.symmetry.moves.moved import ChangedFunctionError, Moved, moved, require_weights
 from lightning_sym.symmetry.moves.streams import rotate_stream
-from lightning_sym.symmetry.proof import double, double_copy
+from lightning_sym.symmetry.proof import double, double_copy, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
 Start = Element | Literal["balanced", "hadamard"] | None
 
+_ONE_SIDED = "one-sided"
 _BUDGET = 3.0  # of logarithms, where an objective is maximised
 _CONDITION = math.log(1e4)  # of condition numbers: more of these would lose digits of the function
 
@@ -72,6 +74,7 @@ def minimize_on_orbit(
     tolerance: float = 1e-8,
     budget: float | None = None,
     start: Start = None,
+    hold: str | Iterable[str] = (),
     seed: int = 0,
     check: bool = True,
 ) -> OrbitMinimum:
@@ -103,6 +106,8 @@ def minimize_on_orbit(
             the digits that they cost.
         start: The first element; "balanced", of smallest norm over scales and cells; or "hadamard", which rotates
             streams by Hadamard matrices. None: the identity.
+        hold: Kinds of coordinates that do not move, although `factors` names them; and "one-sided", scales before
+            batch norms and others that only multiply weights.
         seed: Seed of the order of batches.
         check: Whether to verify that the function stays the same.
 
@@ -135,13 +140,16 @@ def minimize_on_orbit(
     batches = _batches(data, exact)
     if not batches and getattr(objective, "reads_data", False):
         raise ValueError(f"{type(objective).__name__} needs data to run the network on; pass data=...")
-    directions, notes = _directions(symmetry, exact, objective, factors, maximize=maximize, bounded=budget is not None)
-    with unchecked(), evaluating(exact):
+    directions, notes = moving_directions(
+        symmetry, exact, objective, factors, hold, maximize=maximize, bounded=budget is not None
+    )
+    with torch.inference_mode(False), torch.enable_grad(), unchecked(), evaluating(exact):
         problem = OrbitProblem(symmetry, exact, directions, objective, batches, -1.0 if maximize else 1.0)
         problem.budget = _BUDGET if maximize and budget is None else math.inf if budget is None else budget
         problem.condition = min(problem.budget, _CONDITION)
         first = problem.within(_started(symmetry, exact, start))
-        if start is None and not maximize and budget is None and (known := problem.closed_form()) is not None:
+        free = start is None and budget is None and not maximize and max_steps > 0
+        if free and (known := problem.closed_form()) is not None:
             first, notes = known, [*notes, "the descent starts at the closed form over scales and cells"]
         before = problem.value(symmetry.identity())
         value = before if symmetry.factors.is_identity(first) else problem.value(first)
@@ -157,6 +165,8 @@ def minimize_on_orbit(
         after = problem.value(element)
     notes += _at_bounds(problem, element)
     result = moved(symmetry, network, element, check=check, notes=notes)
+    if check:
+        _require_variances(symmetry, exact, element, _lowest_dtype(network))
     return OrbitMinimum(
         result.network,
         result.element,
@@ -189,34 +199,52 @@ def _batches(data: Any, network: nn.Module) -> list[Any]:
     return found
 
 
-def _directions(
+def moving_directions(
     symmetry: Symmetry,
     network: nn.Module,
     objective: Objective | Function,
     factors: str | Iterable[str] | None,
+    hold: str | Iterable[str] = (),
     *,
     maximize: bool,
     bounded: bool,
 ) -> tuple[OrbitDirections, list[str]]:
     """Return the coordinates that move, and notes on those that are held.
 
+    Args:
+        symmetry: The symmetry.
+        network: In float64. Not changed.
+        objective: The objective.
+        factors: See :func:`minimize_on_orbit`.
+        hold: See :func:`minimize_on_orbit`.
+        maximize: Whether the objective is maximised.
+        bounded: Whether there is a budget.
+
     Raises:
-        ValueError: If a coordinate that was asked for cannot move.
+        ValueError: If a coordinate that was asked for cannot move, or there is no such kind to be held.
     """
+    held = [hold] if isinstance(hold, str) else list(hold)
+    check_words(*(("hold", own, (*KINDS.values(), _ONE_SIDED)) for own in held))
     chosen = getattr(objective, "factors", ALL) if factors is None else factors
     chosen = [chosen] if isinstance(chosen, str) else list(chosen)
     if factors is None:  # an objective names kinds for all networks
         chosen = [kind for kind in chosen if kind == ALL or kind in kinds_of(symmetry)]
     directions, masks, notes = OrbitDirections(symmetry, chosen), dict[str, Tensor](), list[str]()
     free = factors is None or ALL in chosen
+    for name, shape in directions.shapes.items():
+        if KINDS[name.split()[0]] in held:
+            masks[name] = torch.ones(shape, dtype=torch.bool)
+    notes += [f"{listed(sorted({KINDS[name.split()[0]] for name in masks}))} were held"] * bool(masks)
+    directions, masks = OrbitDirections(symmetry, chosen, masks), dict(masks)
     if maximize:
-        for name in (own for own in directions.shapes if own.split()[0] in ("shifts", "tilt")):
+        unbounded = [own for own in directions.shapes if own.split()[0] in ("shifts", "tilt")]
+        for name in unbounded:
             if not free:
                 raise ValueError(
                     f"nothing bounds {name.split()[0]}s, along which the objective is maximised; leave them out."
                 )
             masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
-        notes += ["shifts and rank-one maps were held: no budget bounds them"] * bool(masks)
+        notes += ["shifts and rank-one maps were held: no budget bounds them"] * bool(unbounded)
     tensors = symmetry.tensors(network)
     for factor, closed in symmetry.factors.closed(tensors).items():
         names = [name for name in symmetry.factors[factor].coordinates() if name in directions.shapes]
@@ -231,16 +259,50 @@ def _directions(
             masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
         if through:
             notes.append(f"{listed(through)} was held, as {listed(gains)} holds zeros")
-    if not (bounded or maximize or getattr(objective, "needs_one_sided", False)) and "scales" in directions.shapes:
+    unlimited = not (bounded or maximize or getattr(objective, "needs_one_sided", False))
+    if (unlimited or _ONE_SIDED in held) and "scales" in directions.shapes:
         plan = symmetry.factors.plan
-        mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors)))
+        mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors))) | _through_variances(symmetry)
         masks["scales"] = mask
         if count := int((mask & ~directions.fixed.get("scales", torch.zeros_like(mask))).sum()):
-            notes.append(
-                f"{count} scales that only multiply weights (before batch norms) were held: without a budget these "
-                "tend to 0"
-            )
+            why = ": without a budget these tend to 0" * (_ONE_SIDED not in held)
+            notes.append(f"{count} scales before batch norms, or that only multiply weights, were held{why}")
     return OrbitDirections(symmetry, chosen, masks) if masks else directions, notes
+
+
+def _through_variances(symmetry: Symmetry) -> Tensor:
+    """Return a mask of the scales that running variances move with; several together may only multiply weights."""
+    shape = symmetry.factors["log_scale"].coordinates()["scales"]
+    forms = symmetry.factors["log_scale"].forms
+    assert forms is not None
+    rows = [own.rows for own in symmetry.structure.slots if own.kind == "variance"]
+    columns = [torch.from_numpy(forms[own].indices).long() for own in rows]
+    return (
+        torch.zeros(shape, dtype=torch.bool).index_fill(0, torch.cat(columns), True)
+        if columns
+        else torch.zeros(shape, dtype=torch.bool)
+    )
+
+
+def _lowest_dtype(network: nn.Module) -> torch.dtype:
+    found = {own.dtype for own in network.buffers() if own.is_floating_point()}
+    return max(found, key=lambda own: torch.finfo(own).eps, default=torch.float64)
+
+
+def _require_variances(symmetry: Symmetry, exact: nn.Module, element: Element, dtype: torch.dtype) -> None:
+    """Check that running variances plus epsilon keep their digits in the network's precision.
+
+    Raises:
+        ChangedFunctionError: If one does not.
+    """
+    tensors = symmetry.act_on(element, state_tensors(exact))
+    least = torch.finfo(dtype).eps / tolerance_of(dtype)
+    for slot in symmetry.structure.slots:
+        if slot.kind == "variance" and bool((tensors[slot.tensor] + slot.epsilon < least * slot.epsilon).any()):
+            raise ChangedFunctionError(
+                f"scales before a batch norm bring {slot.tensor} so close to -epsilon that the sum of both loses its "
+                f"digits in {str(dtype).removeprefix('torch.')}; expected another start, or factors without scales."
+            )
 
 
 def _at_bounds(problem: OrbitProblem, element: Element) -> list[str]:

@@ -36,6 +36,10 @@ def _shapes(symmetry: Symmetry) -> dict[str, tuple[int, ...]]:
     return {name: own for factor in symmetry.factors for name, own in factor.coordinates().items() if own[0]}
 
 
+def _matches(group: str, pattern: str) -> bool:
+    return group == pattern or fnmatch.fnmatchcase(group, pattern)  # names may hold brackets
+
+
 class OrbitDirections:
     """Coordinates of the continuous part of a symmetry group near the identity, where they are 0.
 
@@ -68,10 +72,10 @@ class OrbitDirections:
         patterns = [own for own in asked if own != ALL and own not in kinds]
         groups = [group.name for group in symmetry.groups]
         for pattern in patterns:
-            if not fnmatch.filter(groups, pattern):
+            if not any(_matches(group, pattern) for group in groups):
                 options = [ALL, *kinds, *groups]
                 raise ValueError(unknown("factor or axis group", pattern, options))
-        orbits = [n for n, group in enumerate(groups) if any(fnmatch.fnmatchcase(group, own) for own in patterns)]
+        orbits = [n for n, group in enumerate(groups) if any(_matches(group, own) for own in patterns)]
         masks, owners = {}, {name: own for own in symmetry.factors for name in own.coordinates()}
         for name, shape in found.items():
             moves = self.whole or KINDS[name.split()[0]] in asked
@@ -96,6 +100,25 @@ class OrbitDirections:
             if own.keys() & given.keys():
                 zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in own.items()}
                 parts[factor.name] = factor.at({name: given.get(name, zero) for name, zero in zeros.items()})
+        return self.symmetry.identity().replaced(**parts)
+
+    def restricted(self, element: Element) -> Element:
+        """Return an element without its parts along coordinates that do not move, and without signs and orders.
+
+        Args:
+            element: From this symmetry; its parts are independent of one another, as those of random elements.
+        """
+        parts = {}
+        for factor in self.symmetry.factors:
+            own, same = element.parts[factor.name], factor.identity()
+            names = list(factor.coordinates())
+            if not isinstance(own, tuple):
+                moves = bool(names) and names[0] in self.shapes
+                mask = self.fixed.get(names[0]) if moves else None
+                parts[factor.name] = same if not moves else own if mask is None else torch.where(mask, same, own)
+            elif names:
+                pairs = zip(names, own, same, strict=True)
+                parts[factor.name] = tuple(one if name in self.shapes else two for name, one, two in pairs)
         return self.symmetry.identity().replaced(**parts)
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

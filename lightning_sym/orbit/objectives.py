@@ -1,5 +1,6 @@
 """Objectives for descents over orbits: norms, flatness, and errors of rounded or pruned networks."""
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -459,10 +460,11 @@ class ErrorOfOutputs(Objective):
 
     def begun(self, view: View, batches: Sequence[Any]) -> Objective:
         """Compute the outputs of the network itself; see :class:`Objective`."""
-        self._axes = matrices_of(view.module)
+        begun = copy.copy(self)
+        begun._axes = matrices_of(view.module)
         with torch.no_grad():
-            self._references = [(batch, view.output(batch).detach()) for batch in batches]
-        return self
+            begun._references = [(batch, view.output(batch).detach()) for batch in batches]
+        return begun
 
     def changed(self, weight: Tensor, axis: int) -> Tensor:
         """Return the changed weights of a matrix or kernel with output channels along an axis."""
@@ -548,7 +550,10 @@ class RelativeL1(OfMatrices):
 
 def _power_sum(tensors: Any, p: float) -> Tensor:
     """Return the sum of powers of magnitudes."""
-    parts = [own.square().sum() if p == 2 else own.abs().pow(p).sum() for own in tensors if own.is_floating_point()]
+    floating = [own for own in tensors if own.is_floating_point()]
+    if p < 1:  # at 0 the derivative is infinite, but no coordinate moves a 0 by a factor
+        floating = [own[own != 0] for own in floating]
+    parts = [own.square().sum() if p == 2 else own.abs().pow(p).sum() for own in floating]
     if not parts:
         raise ValueError("the network has no floating parameter that the objective depends on; expected at least one.")
     return torch.stack(parts).sum()

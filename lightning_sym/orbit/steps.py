@@ -45,6 +45,14 @@ def _finite(value: float, gradient: Mapping[str, Tensor]) -> bool:
     return math.isfinite(value) and all(bool(own.isfinite().all()) for own in gradient.values())
 
 
+def _require_finite(value: float, gradient: Mapping[str, Tensor]) -> None:
+    if not _finite(value, gradient):
+        raise ValueError(
+            "the derivative of the objective is not finite at the start; expected an objective that is differentiable "
+            "there."
+        )
+
+
 def by_lbfgs(
     problem: OrbitProblem, element: Element, max_steps: int, tolerance: float
 ) -> tuple[Element, list[OrbitStep], bool]:
@@ -55,6 +63,7 @@ def by_lbfgs(
     """
     began, history = time.perf_counter(), list[OrbitStep]()
     value, gradient = problem.gradient(element)
+    _require_finite(value, gradient)
     pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=_MEMORY)
     for number in range(max_steps + 1):
         size = _largest(gradient)
@@ -145,6 +154,8 @@ def by_adam(
         order = order or torch.randperm(count, generator=generator).tolist()
         some = [problem.batches[order.pop()]] if count else None
         value, gradient = problem.gradient(element, some)
+        if number == 0:
+            _require_finite(value, gradient)
         if not _finite(value, gradient):  # back to the best point, with half of the steps
             element = best
             for group in adam.param_groups:

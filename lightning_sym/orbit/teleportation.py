@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers, check_numbers, check_words
-from lightning_sym.orbit.descent import minimize_on_orbit
-from lightning_sym.orbit.directions import OrbitDirections
+from lightning_sym.orbit.descent import minimize_on_orbit, moving_directions
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.objectives import gradient_norm
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.proof import double_copy
 
 Way = Literal["ascent", "descent", "random", "none"]
 
@@ -56,6 +56,10 @@ class Teleportation:
         reset_state: Whether the state of the optimiser is cleared for the moved parameters; otherwise it moves along,
             which second moments under matrices cannot.
 
+    The function stays in training mode, too: matrices through batch norms are held unless `factors` names them, and so
+    are scales before batch norms. Where the optimiser's state moves along, shifts and rank-one maps are held: gradients
+    of some weights change with these by products that the state does not hold.
+
     Raises:
         ValueError: If a value is out of range.
     """
@@ -73,23 +77,35 @@ class Teleportation:
         check_integers(1, max_steps=self.max_steps)
         check_numbers("> 0", budget=self.budget)
 
-    def found(self, symmetry: Symmetry, network: nn.Module, batch: Any, *, seed: int = 0) -> Teleported:
+    def found(
+        self, symmetry: Symmetry, network: nn.Module, batch: Any, optimizer: Optimizer | None = None, *, seed: int = 0
+    ) -> Teleported:
         """Find an element, without a move.
 
         Args:
             symmetry: Symmetry of the network's architecture.
             network: Not changed.
             batch: Inputs and targets for the objective.
+            optimizer: The optimiser whose state is to move along.
             seed: Seed of a random element.
 
         Returns:
             The element, and the objective before and after it.
+
+        Raises:
+            ValueError: If `factors` names shifts or rank-one maps, under which the optimiser's state cannot move.
         """
         began = perf_counter()
         if self.way == "none":
             return Teleported(symmetry.identity())
+        hold = self._held(network, optimizer)
         if self.way == "random":
-            element = self._drawn(symmetry, torch.Generator().manual_seed(seed))
+            drawn = symmetry.sample(
+                torch.Generator().manual_seed(seed), scale=self.budget, permutations=False, signs=False
+            )
+            element = moving_directions(
+                symmetry, double_copy(network), self.objective, self.factors, hold, maximize=False, bounded=True
+            )[0].restricted(drawn)
             return Teleported(element, seconds=perf_counter() - began)
         least = minimize_on_orbit(
             symmetry,
@@ -100,6 +116,7 @@ class Teleportation:
             maximize=self.way == "ascent",
             max_steps=self.max_steps,
             budget=self.budget,
+            hold=hold,
             check=False,
         )
         return Teleported(least.element, least.before, least.after, perf_counter() - began)
@@ -123,9 +140,21 @@ class Teleportation:
                 optimizer.state.pop(parameter, None)
         symmetry.act(element, network, inplace=True, optimizer=None if self.reset_state else optimizer, check=False)
 
-    def _drawn(self, symmetry: Symmetry, generator: torch.Generator) -> Element:
-        """Draw an element that changes the chosen kinds of coordinates only."""
-        drawn = symmetry.sample(generator, scale=self.budget, permutations=False, signs=False)
-        shapes = OrbitDirections(symmetry, self.factors).shapes
-        chosen = [own.name for own in symmetry.factors if own.coordinates().keys() & shapes.keys()]
-        return symmetry.identity().replaced(**{name: drawn.parts[name] for name in chosen})
+    def _held(self, network: nn.Module, optimizer: Optimizer | None) -> list[str]:
+        """List the kinds of coordinates that do not move."""
+        named = {self.factors} if isinstance(self.factors, str) else {*self.factors}
+        held = {"one-sided", "gained"} - named
+        if optimizer is not None and not self.reset_state and _has_state(network, optimizer):
+            held |= (mixing := {"shifts", "tilts"})
+            if found := sorted(mixing & named):
+                raise ValueError(
+                    f"the state of the optimiser cannot move under {' and '.join(found)}; set reset_state=True, or "
+                    "leave these out of factors."
+                )
+        return sorted(held)
+
+
+def _has_state(network: nn.Module, optimizer: Optimizer) -> bool:
+    """Return whether an optimiser holds more than counts of steps for a network's parameters."""
+    states = (optimizer.state.get(own, {}).values() for own in network.parameters())
+    return any(isinstance(own, torch.Tensor) and own.ndim > 0 for state in states for own in state)

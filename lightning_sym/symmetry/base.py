@@ -281,7 +281,8 @@ class Symmetry(ElementGroup):
             network: Any network of the traced architecture. Not changed unless `inplace`.
             inplace: Whether to change the network itself.
             optimizer: The network's optimiser. Its state is transformed in place (momenta by the inverse
-                scale, as gradients are; second moments by its square); needs `inplace`.
+                scale, as gradients are; second moments by its square; shifts leave it alone, although gradients of
+                weights that read shifted units change); needs `inplace`.
             check: Whether to run a network that this symmetry has not tested yet, see :meth:`require`.
 
         Returns:

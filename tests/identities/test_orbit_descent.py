@@ -340,7 +340,7 @@ def test_linear_layers_without_a_minimum_stop_at_a_condition_number():
 def test_scales_before_batch_norms_are_held_without_a_budget():
     network, _, symmetry = traced(batch_norms)
     found = minimize_on_orbit(symmetry, network, squares)
-    assert "11 scales that only multiply weights (before batch norms) were held" in found.notes[0]
+    assert "11 scales before batch norms, or that only multiply weights, were held" in found.notes[0]
     assert found.converged
     assert found.change < 1e-12
     bounded = minimize_on_orbit(symmetry, network, squares, budget=1.0)
@@ -493,3 +493,11 @@ def test_a_function_that_changes_is_an_error():
     network, _, symmetry = traced(batch_norms)
     with pytest.raises(RuntimeError, match="the move changed the output"):
         minimize_on_orbit(symmetry, network, Vanishing(), max_steps=400)
+
+
+def test_without_steps_a_network_stays():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 3).double())
+    found = minimize_on_orbit(symmetry, network, weight_norm(), max_steps=0)
+    assert symmetry.factors.is_identity(found.element)
+    assert minimize_on_orbit(symmetry, network, weight_norm()).after < found.after

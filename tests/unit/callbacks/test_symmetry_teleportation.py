@@ -212,6 +212,52 @@ def test_named_members_move_by_the_first_images(images, count):
         assert norms[0] < norms[1] - 0.1 if moving else norms[0] == norms[1]
 
 
+class Two(Plain):
+    """A task of two networks, each with its optimiser."""
+
+    def __init__(self, split):
+        super().__init__()
+        self.split, self.automatic_optimization = split, False
+        self.other = nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        nn.functional.cross_entropy(self.net(inputs) + self.other(inputs), targets).backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        mine = [[*self.other.parameters(), *self.net[2].parameters()], [*self.net[0].parameters()]]
+        mine = mine if self.split else [[*self.other.parameters()], [*self.net.parameters()]]
+        return [torch.optim.SGD(own, lr=0.01, momentum=0.9) for own in mine]
+
+
+class AtRest(SymmetryTeleportation):
+    """Keeps the momenta before and after a move, and the element."""
+
+    def _moved(self, trainer, network, data, number):
+        def momenta():
+            return [trainer.optimizers[1].state[own]["momentum_buffer"].clone() for own in network.parameters()]
+
+        self.before = momenta()
+        found = super()._moved(trainer, network, data, number)
+        self.after, self.scales = momenta(), found.element.parts["log_scale"].float().exp()
+        return found
+
+
+def test_the_state_of_the_networks_own_optimiser_moves():
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(3, (32,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    moves = AtRest([1], network="net")
+    fit(Two(split=False), loader, moves, max_epochs=2)
+    assert float((moves.scales - 1).abs().max()) > 0.01
+    torch.testing.assert_close(moves.after[1], moves.before[1] / moves.scales)
+    with pytest.raises(ValueError, match="2 optimisers train the network"):
+        fit(Two(split=True), loader, SymmetryTeleportation([0], network="net"), max_epochs=1)
+
+
 def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
     task = TeleportationTask(network(), arms=["plain", "ascent"], rates=[1e-6, 0.1], seeds=2)
     log = CSVLogger(tmp_path, name="", version="log")
