@@ -246,23 +246,17 @@ def moving_directions(
             masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
         notes += ["shifts and rank-one maps were held: no budget bounds them"] * bool(unbounded)
     tensors = symmetry.tensors(network)
-    for factor, closed in symmetry.factors.closed(tensors).items():
-        names = [name for name in symmetry.factors[factor].coordinates() if name in directions.shapes]
-        through = [name for name in names if name.split()[-1] in map(str, closed)]
-        gains = [name for name in sorted(symmetry.factors[factor].gains) if not bool(tensors[name].all())]
-        if through and not free:
+    for name, gains in _through_zeros(symmetry, directions, tensors).items():
+        if not free:
             raise ValueError(
-                f"{listed(gains)} holds zeros, through which {listed(through)} cannot act; expected other gains, or "
-                "factors without it."
+                f"{gains} holds zeros, through which {name} cannot act; expected other gains, or factors without it."
             )
-        for name in through:
-            masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
-        if through:
-            notes.append(f"{listed(through)} was held, as {listed(gains)} holds zeros")
+        masks[name] = torch.ones(directions.shapes[name], dtype=torch.bool)
+        notes.append(f"{name} was held, as {gains} holds zeros")
     unlimited = not (bounded or maximize or getattr(objective, "needs_one_sided", False))
     if (unlimited or _ONE_SIDED in held) and "scales" in directions.shapes:
         plan = symmetry.factors.plan
-        mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors))) | _through_variances(symmetry)
+        mask = torch.from_numpy(one_sided(plan, Squares(plan, tensors)))
         masks["scales"] = mask
         if count := int((mask & ~directions.fixed.get("scales", torch.zeros_like(mask))).sum()):
             why = ": without a budget these tend to 0" * (_ONE_SIDED not in held)
@@ -270,18 +264,15 @@ def moving_directions(
     return OrbitDirections(symmetry, chosen, masks) if masks else directions, notes
 
 
-def _through_variances(symmetry: Symmetry) -> Tensor:
-    """Return a mask of the scales that running variances move with; several together may only multiply weights."""
-    shape = symmetry.factors["log_scale"].coordinates()["scales"]
-    forms = symmetry.factors["log_scale"].forms
-    assert forms is not None
-    rows = [own.rows for own in symmetry.structure.slots if own.kind == "variance"]
-    columns = [torch.from_numpy(forms[own].indices).long() for own in rows]
-    return (
-        torch.zeros(shape, dtype=torch.bool).index_fill(0, torch.cat(columns), True)
-        if columns
-        else torch.zeros(shape, dtype=torch.bool)
-    )
+def _through_zeros(symmetry: Symmetry, directions: OrbitDirections, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the coordinates of matrices that gains with zeros keep from acting, and these gains."""
+    found = {}
+    for factor, closed in symmetry.factors.closed(tensors).items():
+        own = symmetry.factors[factor]
+        gains = listed([name for name in sorted(own.gains) if not bool(tensors[name].all())])
+        names = (name for name in own.coordinates() if name in directions.shapes)
+        found.update({name: gains for name in names if name.split()[-1] in map(str, closed)})
+    return found
 
 
 def _lowest_dtype(network: nn.Module) -> torch.dtype:

@@ -321,7 +321,10 @@ class ScaleGauge:
 
 
 def one_sided(plan: Plan, squares: Squares) -> Bools:
-    """Return a mask of the scales that only multiply, or only divide, weights; a norm of these has no minimum.
+    """Return a mask of the scales along which a norm of the weights may have no minimum.
+
+    These only multiply, or only divide, weights; or running variances move with them, so that several together may only
+    multiply weights.
 
     Args:
         plan: The plan of the group.
@@ -332,4 +335,8 @@ def one_sided(plan: Plan, squares: Squares) -> Bools:
     """
     count = len(plan.class_of)
     levels, _ = ScaleGauge(plan, squares, None, np.full(count, np.nan))._levels()
-    return levels[0] if levels else np.zeros(count, bool)
+    found = levels[0].copy() if levels else np.zeros(count, bool)
+    for slot in plan.structure.slots:
+        if slot.kind == "variance":
+            found[plan.structure.magnitudes[slot.rows].indices] = True
+    return found
