@@ -19,7 +19,7 @@ from lightning_sym.tasks.stitching import StitchingTask
 from lightning_sym.tasks.strategy import MemberParallelStrategy
 from lightning_sym.tasks.teleportation import TeleportationTask
 from lightning_sym.tasks.varied_zoo import VariedZooTask
-from lightning_sym.tasks.weight_regression import WeightRegressionTask, WeightRegressor
+from lightning_sym.tasks.weight_regression import WeightRegressionTask
 from lightning_sym.tasks.zoo import ZooTask
 
 __all__ = [
@@ -49,6 +49,5 @@ __all__ = [
     "TeleportationTask",
     "VariedZooTask",
     "WeightRegressionTask",
-    "WeightRegressor",
     "ZooTask",
 ]

@@ -10,15 +10,22 @@ import pytest
 import torch
 import yaml
 from commands import QUIET, SMALL, call, succeed
+from helpers import write_zoo
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_sym import callbacks, datamodules, networks, tasks
-from lightning_sym.datamodules import DatasetDataModule, ImageTransform, LabelledImages, TensorDataModule
+from lightning_sym.datamodules import (
+    DatasetDataModule,
+    DigitsDataModule,
+    ImageTransform,
+    LabelledImages,
+    TensorDataModule,
+)
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
-from lightning_sym.networks import Network, WrappedNetwork
+from lightning_sym.networks import MultiLayerPerceptron, Network, WrappedNetwork
 from lightning_sym.recipes import recipe_names, recipe_path
 
 GUIDES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
@@ -232,12 +239,15 @@ def data_files(monkeypatch):
         if issubclass(kind, DownloadedDataModule):
             monkeypatch.setattr(kind, "source_sizes", None)
     torch.save({"x": torch.randn(60, 2, 4), "y": torch.arange(60) % 3}, "values.pt")
+    networks = [MultiLayerPerceptron(widths=(3,), image_size=8).fresh(number) for number in range(60)]
+    write_zoo(Path("zoo"), networks, DigitsDataModule(), [number / 60 for number in range(60)])
 
 
 OWN = {
     "TensorDataModule": ["--data.train=values.pt"],
     "DatasetDataModule": ["--data.dataset=test_named_classes.Numbers"],
     "GaussianInputsDataModule": ["--data.shape=[3]"],
+    "ZooWeightsDataModule": ["--data.zoo=zoo"],
 }
 # Its images are a folder in Broden's format; tests/unit/datamodules/test_concept_data.py writes one.
 FITTED = [kind for kind in DATA if kind.__name__ not in ("BrodenDataModule", "ConceptsDataModule")]

@@ -7,7 +7,8 @@ from helpers import assert_refused, write_zoo
 
 from lightning_sym.datamodules import ZooWeightsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
-from lightning_sym.tasks import WeightRegressionTask, WeightRegressor
+from lightning_sym.tasks import WeightRegressionTask
+from lightning_sym.tasks.weight_regression import WeightRegressor
 
 ARMS = ["raw", "canonical", "orbit", "statistics", "invariants"]
 
