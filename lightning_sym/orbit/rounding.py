@@ -179,13 +179,8 @@ def rounded(weight: Tensor, bits: int, axis: int | None = None, largest: Tensor 
 def kept(weight: Tensor, fraction: float) -> Tensor:
     """Return a mask of the weights that pruning by magnitude keeps; of the same shape, bool."""
     sizes = weight.detach().abs().reshape(-1)
-    count = round(fraction * len(sizes))
-    if not count:
-        return torch.ones_like(weight, dtype=torch.bool)
-    largest = sizes.kthvalue(count).values
-    mask = sizes > largest
-    equal = (sizes == largest).nonzero()[:, 0]  # the last of these are kept
-    mask[equal[len(equal) - (len(sizes) - count - int(mask.sum())) :]] = True
+    mask = torch.ones_like(sizes, dtype=torch.bool)
+    mask[sizes.argsort(stable=True)[: round(fraction * len(sizes))]] = False  # the first of equal ones go
     return mask.view(weight.shape)
 
 
