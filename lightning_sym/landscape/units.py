@@ -25,6 +25,7 @@ Removed = Mapping[str, Sequence[int]]
 _READ = {nn.Linear: 1, nn.Conv1d: 1, nn.Conv2d: 1, nn.Conv3d: 1}
 # Relative change of an output that refutes an exact removal: float64 rounds sums of some hundred terms to 1e-13.
 _TOLERANCE = 1e-10
+_PERTURBATIONS = (0.3, 1.0, 3.0, 3.0)  # of weights, relative to their size
 
 
 @dataclass(frozen=True)
@@ -282,16 +283,18 @@ class RemovableUnits:
             network: A network of the architecture.
             example: Its positional arguments, as tensors with a batch axis.
         """
-        exact = copy.deepcopy(network).double().eval()
         generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in exact.parameters():  # weights that happen to be 0 would hide a mistake
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
-                parameter.add_(noise * 0.3 * parameter.square().mean().sqrt().clamp(min=1e-3))
         arguments = tuple(part.double() if part.is_floating_point() else part for part in example)
-        for group in list(self.sizes):
-            if reason := self._fault(exact, group, arguments):
-                self._refuse(group, reason)
+        # Weights that happen to be 0, and units that no example activates, would hide a mistake.
+        for size in _PERTURBATIONS:
+            exact = copy.deepcopy(network).double().eval()
+            with torch.no_grad():
+                for parameter in exact.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
+                    parameter.add_(noise * size * parameter.square().mean().sqrt().clamp(min=1e-3))
+            for group in list(self.sizes):
+                if reason := self._fault(exact, group, arguments):
+                    self._refuse(group, reason)
 
     @torch.no_grad()
     def _fault(self, network: nn.Module, group: str, arguments: tuple[Tensor, ...]) -> str:

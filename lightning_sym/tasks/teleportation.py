@@ -99,7 +99,3 @@ class TeleportationTask(ZooTask):
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint and the run that loads it must share."""
         return {**super().identity(), "arms": self.arms, "rates": self.rates}
-
-    def member_title(self, number: int) -> str:
-        """Return the name of a member in messages."""
-        return f"Member {number} ({self.arm_of(number)}, rate {self.rate_of(number):g}, seed {self.seed_of(number)})"

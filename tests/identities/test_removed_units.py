@@ -107,6 +107,13 @@ def test_units_that_others_feel_are_refused(refusal):
     refusal()
 
 
+@pytest.mark.parametrize("seed", [106, 252, 433, 704])
+def test_units_that_no_example_activates_hide_nothing(seed):
+    """All units but one at most are 0 on these inputs, so that their mean seems not to change."""
+    torch.manual_seed(seed)
+    assert_refused(removable_units, mean_of_units(), torch.rand(2, 6), says="no units that can be removed one by one")
+
+
 def test_importance_is_standard_deviation_times_outgoing_norm():
     network = MultiLayerPerceptron([7], image_size=4).double()
     batches = [torch.rand(n, 1, 4, 4, dtype=torch.float64) for n in (3, 5)]

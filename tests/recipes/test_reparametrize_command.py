@@ -454,7 +454,7 @@ def test_the_command_line_says_what_is_wrong(options: str, says: str) -> None:
 def test_files_without_a_network_adapters_and_zoos_are_refused() -> None:
     as_file(perceptron(), "a.safetensors")
     assert (
-        "does not say its network; expected that, or --network"
+        "does not say its network; give the folder with its config.json, or --network"
         in call("reparametrize", "a.safetensors", "--objective=weight_norm", "--out=m.safetensors").error
     )
     sought: Callable[..., Any] = functools.partial(

@@ -29,8 +29,8 @@ from lightning_sym import (
 
 NOT_UNDERSTOOD = """
 $ fitt
-Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, merge, symmetry,
-compare, estimate, recipes.
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, merge,
+reparametrize, symmetry, compare, estimate, recipes.
 Did you mean 'fit'?
 $ recipes zoo/mnist6k
 Unknown recipe 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
