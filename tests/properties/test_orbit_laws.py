@@ -18,7 +18,9 @@ from lightning_sym.orbit import (
     round_to_nearest,
     weight_norm,
 )
-from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry import canonicalize, trace_symmetry, weight_matching
+from lightning_sym.symmetry.group.gauge import one_sided
+from lightning_sym.symmetry.group.norms import Squares
 
 EXACT = 1e-10  # sums of up to 1e3 products in float64, through up to 8 layers
 
@@ -167,9 +169,53 @@ def test_scales_that_only_multiply_together_are_held(dtype):
     found = minimize_on_orbit(symmetry, network, weight_norm(), max_steps=60)
     assert torch.equal(found.network.norm.running_var, network.norm.running_var)
     assert found.after < found.before
-    if dtype != torch.float64:  # balancing brings the variance to -epsilon, where no digit is left
+    start = minimize_on_orbit(symmetry, network, fourth_powers, start="balanced", max_steps=0)
+    torch.testing.assert_close(start.network.norm.running_var + start.network.norm.eps, torch.ones(6, dtype=dtype))
+    if dtype != torch.float64:  # near -epsilon no digit is left
+        away = symmetry.identity()
+        moving = one_sided(symmetry.factors.plan, Squares(symmetry.factors.plan, symmetry.tensors(network)))
+        scales = away.replaced(log_scale=away.log_scale.masked_fill(torch.from_numpy(moving), -16.0))
         with pytest.raises(RuntimeError, match=r"norm.running_var so close to -epsilon"):
-            minimize_on_orbit(symmetry, network, fourth_powers, start="balanced", max_steps=0)
+            minimize_on_orbit(symmetry, network, fourth_powers, start=scales, max_steps=0)
+
+
+def test_forms_and_matches_of_scales_that_only_multiply_together():
+    """The form keeps the function in single precision, does not depend on the member, and matching finds a member."""
+    torch.manual_seed(0)
+    network, (inputs, _) = Stream().double().eval(), batch()
+    trained(network)
+    symmetry = trace_symmetry(network, inputs)
+    member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(3)), network)
+    one, two = (canonicalize(symmetry, own).network.state_dict() for own in (network, member))
+    for name, own in one.items():
+        torch.testing.assert_close(own, two[name], rtol=1e-11, atol=1e-11)
+    assert weight_matching(symmetry, network, member).distance_after < 1e-11
+    single = network.float()
+    form = canonicalize(symmetry, single).network
+    torch.testing.assert_close(form(inputs.float()), single(inputs.float()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_scale_through_a_variance_with_a_minimum_is_moved():
+    """A layer that reads the stream itself holds the scale from below: nothing is held, and the norm is least."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 6), Read(6)).double().eval()
+    network[1].norm.running_var.uniform_(0.5, 2)
+    symmetry = trace_symmetry(network, batch()[0])
+    found = minimize_on_orbit(symmetry, network, weight_norm())
+    assert found.converged
+    assert not any("held" in note for note in found.notes)
+    assert not torch.equal(found.network[1].norm.running_var, network[1].norm.running_var)
+
+
+class Read(nn.Module):
+    """A batch norm and a linear layer that read the same units."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.one, self.two = nn.BatchNorm1d(width), nn.Linear(width, 3), nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.one(torch.tanh(self.norm(x))) + self.two(x)
 
 
 class Flat(nn.Module):

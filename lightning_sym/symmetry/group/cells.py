@@ -20,7 +20,7 @@ from lightning_sym.symmetry.group.gained_forms import (
     wants_matrices,
 )
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, stalled
-from lightning_sym.symmetry.group.gauge import ScaleGauge
+from lightning_sym.symmetry.group.gauge import ScaleGauge, variance_scales
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.structure import Structure
@@ -225,7 +225,8 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     changes: list[float] = []
     while len(changes) < _MOST_ROUNDS and not stalled(changes, 40):
         whole = MovedTensors(factors, total, tensors)
-        gauge = ScaleGauge(plan, squares, wanted.scales, held_scales(structure, whole, wanted))
+        held = held_scales(structure, whole, wanted)
+        gauge = ScaleGauge(plan, squares, wanted.scales, held, variance_scales(structure, whole))
         step = same.replaced(log_scale=torch.from_numpy(gauge.log_scale))
         squares.scale(gauge.log_scale)
         total = factors.compose(step, total)

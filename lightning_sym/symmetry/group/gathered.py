@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats
 from lightning_sym.symmetry.group.element import Part
-from lightning_sym.symmetry.group.gauge import ScaleGauge
+from lightning_sym.symmetry.group.gauge import ScaleGauge, variance_scales
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares, sides_of_units
 from lightning_sym.symmetry.group.order import Gauged
 
@@ -110,7 +110,7 @@ class Gathered(ABC):
         plan, tensors = self.plan, self.tensors
         squares = Squares(plan, tensors, self.dtype)
         squares.require_finite(tensors)
-        self.gauge = ScaleGauge(plan, squares, self.wanted.scales, held)
+        self.gauge = ScaleGauge(plan, squares, self.wanted.scales, held, variance_scales(plan.structure, tensors))
         # Generators without a determined scale do not help to order living units; their positions count as absent.
         determined = plan.used @ self.gauge.dead.astype(np.float64) == 0
         self.gauged = Gauged(plan, tensors, self.gauge.log_scale, determined)

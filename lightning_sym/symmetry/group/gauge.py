@@ -1,18 +1,22 @@
 """Gauges of the scales: balanced (least squared norm) or unit incoming norms; normalised where neither exists."""
 
-from collections.abc import Callable, Collection
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
-from scipy import sparse
+from scipy import optimize, sparse
 from scipy.sparse import linalg
+from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
+from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), of balanced norms.
 _BALANCED = 1e-13
 # Normalising ends once no logarithm moves by more than the first; below the second it has converged.
 _STILL, _NORMALISED = 4e-15, 1e-12
+_FALLS = 1e-7  # least rate of a direction along which the squared norm falls for ever
 _RIDGE = 1e-10  # relative to the diagonal, for directions that scale nothing
 
 
@@ -24,6 +28,8 @@ class ScaleGauge:
         squares: Squared norms of the network.
         gauge: "balanced" or "unit"; None leaves all scales unchanged.
         held: For "balanced": logarithms known beforehand, nan elsewhere. Shape (generators,).
+        variances: For "balanced": logarithms that give the running variances they move, plus epsilon, the geometric
+            mean 1; nan for scales that move none. Shape (generators,).
 
     Attributes:
         log_scale: Natural logarithms of the scales. Shape (generators,).
@@ -34,7 +40,7 @@ class ScaleGauge:
         converged: Whether all tolerances were reached.
     """
 
-    def __init__(self, plan: Plan, squares: Squares, gauge: str | None, held: Floats) -> None:
+    def __init__(self, plan: Plan, squares: Squares, gauge: str | None, held: Floats, variances: Floats) -> None:
         self.plan, self.squares, count = plan, squares, len(plan.class_of)
         self.log_scale = np.zeros(count)
         known = ~np.isnan(held) & (gauge == "balanced")
@@ -47,6 +53,11 @@ class ScaleGauge:
             return
         self.log_scale[known] = held[known]
         levels, free = self._levels()
+        # Variances would tend to -epsilon along with weights that several scales only multiply together.
+        while gauge == "balanced" and (joint := self._jointly(free, levels) & ~np.isnan(variances)).any():
+            self.log_scale[joint] = variances[joint]
+            self.sought &= ~joint
+            levels, free = self._levels()
         if free.any():
             (self._balance if gauge == "balanced" else self._unit)(free, self._without(*levels))
         for index in reversed(range(len(levels))):
@@ -77,6 +88,44 @@ class ScaleGauge:
             if not peel.any():
                 return levels, self.sought & up & down
             levels.append(peel)  # from now on they act on neither side of anything
+
+    def _jointly(self, free: Bools, levels: Sequence[Bools] = ()) -> Bools:
+        """Find scales through running variances that multiply weights, and divide none, together with other scales.
+
+        The squared norm is a sum of exponentials of linear functions of the logarithms. It has no minimum exactly if
+        along some direction no exponent rises and one falls; a linear program finds it. The units of a class play the
+        same role, so that a direction exists with one rate per class.
+
+        Args:
+            free: Mask of the scales that may change. Shape (generators,).
+            levels: Masks of the scales whose weights do not count.
+
+        Returns:
+            Shape (generators,).
+        """
+        plan, found = self.plan, np.zeros(len(free), bool)
+        moving = through_variances(plan.structure) & free
+        if not moving.any():
+            return found
+        of, mask = np.where(free, plan.class_of, -1), self._without(*levels)
+        classes, own = rising(of[of >= 0]), np.flatnonzero(of >= 0)
+        member = sparse.csr_matrix(
+            (np.ones(len(own)), (own, np.searchsorted(classes, of[own]))), (len(of), len(classes))
+        )
+        rows = {
+            tuple(sum(parts))
+            for name in self.squares.allowed(mask)
+            for parts in itertools.product(*(_patterns(plan, slot, mask, member) for slot in plan.tensors[name]))
+        }
+        if not rows:
+            return found
+        table, count = np.array(sorted(rows)), len(rows)
+        bounds = [(-1.0, 1.0)] * len(classes) + [(0.0, 1.0)] * count
+        falling = np.concatenate([np.zeros(len(classes)), -np.ones(count)])
+        solved = optimize.linprog(falling, np.hstack([table, np.eye(count)]), np.zeros(count), bounds=bounds)
+        if -solved.fun > _FALLS:
+            found[moving] = np.isin(of[moving], classes[np.abs(solved.x[: len(classes)]) > _FALLS])
+        return found
 
     def _factor(self, mask: Floats, log_scale: Floats | None = None) -> Floats:
         """Return the factors that scales (by default the current ones) put on the squares at each position."""
@@ -320,11 +369,50 @@ class ScaleGauge:
         return lambda v: member @ solve(member.T @ v)
 
 
-def one_sided(plan: Plan, squares: Squares) -> Bools:
-    """Return a mask of the scales along which a norm of the weights may have no minimum.
+def _patterns(plan: Plan, slot: Slot, mask: Floats, member: sparse.csr_matrix) -> list[Floats]:
+    """Return the different exponents of classes at the positions of a slot that count. Each of shape (classes,)."""
+    places = np.flatnonzero(mask[slot.rows] > 0) + slot.offset
+    return list(np.unique((plan.forms[places] @ member).toarray(), axis=0))
 
-    These only multiply, or only divide, weights; or running variances move with them, so that several together may only
-    multiply weights.
+
+def through_variances(structure: Structure) -> Bools:
+    """Return a mask of the scales that running variances move with. Shape (generators,)."""
+    found = np.zeros(structure.magnitudes.shape[1], bool)
+    for slot in structure.slots:
+        if slot.kind == "variance":
+            found[structure.magnitudes[slot.rows].indices] = True
+    return found
+
+
+def variance_scales(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
+    """Return the logarithms of scales that give running variances plus epsilon the geometric mean 1.
+
+    Args:
+        structure: The group.
+        tensors: Parameters and buffers, by name.
+
+    Returns:
+        Shape (generators,); nan for scales that move none, or one that is not positive.
+    """
+    total, weight = np.zeros((2, structure.magnitudes.shape[1]))
+    for slot in structure.slots:
+        if slot.kind == "variance":
+            values = tensors[slot.tensor].detach().double().cpu().numpy().ravel() + slot.epsilon
+            entries = structure.magnitudes[slot.rows].tocoo()
+            with np.errstate(divide="ignore", invalid="ignore"):
+                np.add.at(total, entries.col, entries.data * np.log(values[entries.row]) / 2)
+            np.add.at(weight, entries.col, entries.data**2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = -total / weight
+    found: Floats = np.where(np.isfinite(logs), logs, np.nan)
+    return found
+
+
+def one_sided(plan: Plan, squares: Squares) -> Bools:
+    """Return a mask of the scales along which a norm of the weights has no minimum.
+
+    These only multiply, or only divide, weights; or running variances move with them, and they only multiply weights
+    together with other scales.
 
     Args:
         plan: The plan of the group.
@@ -333,10 +421,10 @@ def one_sided(plan: Plan, squares: Squares) -> Bools:
     Returns:
         Shape (generators,).
     """
-    count = len(plan.class_of)
-    levels, _ = ScaleGauge(plan, squares, None, np.full(count, np.nan))._levels()
-    found = levels[0].copy() if levels else np.zeros(count, bool)
-    for slot in plan.structure.slots:
-        if slot.kind == "variance":
-            found[plan.structure.magnitudes[slot.rows].indices] = True
+    nothing = np.full(len(plan.class_of), np.nan)
+    gauge = ScaleGauge(plan, squares, None, nothing, nothing)
+    levels, _ = gauge._levels()
+    found = levels[0].copy() if levels else np.zeros(len(nothing), bool)
+    while (joint := gauge._jointly(gauge.sought & ~found)).any():
+        found |= joint
     return found
