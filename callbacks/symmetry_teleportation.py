@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed
-from lightning_sym.callbacks._checks import has_members, network_of
+from lightning_sym._tags import details
+from lightning_sym.callbacks._checks import has_members, network_of, on_first_rank
 from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.symmetry_monitor import first_input, known_example
 from lightning_sym.datamodules import InMemoryDataModule
@@ -20,19 +21,20 @@ from lightning_sym.orbit import OBJECTIVES, Objective, Teleportation, Teleported
 from lightning_sym.population import LoopPopulation
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
+_LOGGED = {"before": "objective_before", "after": "objective_after", "seconds": "seconds"}
+
 
 class SymmetryTeleportation(Callback):
     r"""Move networks along their symmetry orbits at the start of some epochs; their functions stay.
 
-    By default a few steps of ascent of the squared norm of the gradient, as in symmetry teleportation. The state of the
-    optimiser moves along, or is reset. Functions in training mode stay as well: scales before batch norms and matrices
-    through these are left alone. So are shifts, where the state moves along. The objective is computed on the first
-    training images of the datamodule, without augmentation, or else on the first batch of the epoch.
+    By default, each move takes a few steps that enlarge the squared norm of the gradient. The optimiser's state moves
+    along, or is reset. The function in training mode stays, too: the callback holds scales before batch norms and
+    matrices through these. Where the state moves along, it also holds shifts. It computes the objective on the first
+    training images of the datamodule, without augmentation; without such a datamodule, on the first batch of the epoch.
 
-    Logged are ``<prefix>/objective_before``, ``.../objective_after`` and ``.../seconds``; of a population the means
-    over members, and each one as a detail. The callback has no state: a resumed run moves at the same epochs.
-
-    Processes that share out the data use the element of rank 0, computed on the images of all.
+    It logs ``<prefix>/objective_before``, ``.../objective_after`` and ``.../seconds``, with ``arm`` as
+    ``<prefix>/<arm>/...``: for a population the means over members, and single members as details. The callback has no
+    state: a resumed run moves at the same epochs. Processes that share out the data all apply the element of rank 0.
 
     Args:
         epochs: The epochs, counted from 0, before which networks move.
@@ -42,8 +44,8 @@ class SymmetryTeleportation(Callback):
         factors: The kinds of coordinates that move, see :func:`lightning_sym.orbit.minimize_on_orbit`.
         max_steps: Steps of each move. >= 1.
         budget: Bound of the absolute logarithms of scales and singular values in one move; > 0.
-        reset_state: Whether the optimiser starts anew after a move. Second moments do not move under matrices and
-            rotations, so that Adam needs it there.
+        reset_state: Whether a move clears the optimiser's state. Matrices and rotations cannot move second moments: set
+            this for Adam if these move.
         images: Number of training images for the objective. >= 1.
         members: Members of a population that move: ``"all"`` or their indices.
         arm: Instead of ``members``, those of one arm of a :class:`lightning_sym.tasks.TeleportationTask`.
@@ -149,35 +151,31 @@ class SymmetryTeleportation(Callback):
             found = gathered(batch)[0] if trainer.world_size > 1 else batch
             found = tuple(found) if isinstance(found, list) else found  # of a DataLoader
             return pl_module.transfer_batch_to_device(found, pl_module.device, 0)
-        split: Any = getattr(pl_module, "evaluation_batch", lambda own: own)
-        convert = trainer.strategy.precision_plugin.convert_input
-        parts, count = [], 0
-        for own in data.curvature_dataloader():  # each image on one rank
-            parts.append(split(convert(own)))
-            count += len(parts[-1][0])
-            if count >= self.images:
-                break
-        share = -(-self.images // trainer.world_size)
-        mine = tuple(torch.cat(own)[:share] for own in zip(*parts, strict=True))
-        if trainer.world_size > 1:
-            mine = tuple(
-                torch.cat([one.to(mine[0].device) for one in own]) for own in zip(*gathered(mine), strict=True)
-            )
-        return mine
+        inputs, targets = (own[: self.images] for own in data.split_tensors("train"))
+        pair = trainer.strategy.precision_plugin.convert_input((data.normalize(inputs), targets))
+        pair = pl_module.transfer_batch_to_device(pair, pl_module.device, 0)
+        split = getattr(pl_module, "evaluation_batch", None)
+        return pair if split is None else split(pair)
 
     def _moved(self, trainer: Trainer, network: nn.Module, data: Any, number: int) -> Teleported:
         """Move a network; with replicas on all ranks by the element of rank 0."""
         assert self._symmetry is not None
         seed = derive_seed("teleportation", number, trainer.current_epoch)
         optimizer = self._optimizer(trainer, network)
-        replicas = trainer.world_size > 1 and not getattr(trainer.lightning_module, "member_parallel", False)
-        found = None
-        if trainer.is_global_zero or not replicas:
-            found = self.teleportation.found(self._symmetry, network, data, optimizer, seed=seed)
-        found = gathered(found)[0] if replicas else found
-        assert found is not None
-        self.teleportation.move(self._symmetry, found.element, network, optimizer)
-        return found
+        found: list[Teleported] = []
+
+        def find() -> None:
+            assert self._symmetry is not None
+            found.append(self.teleportation.found(self._symmetry, network, data, optimizer, seed=seed))
+
+        if trainer.world_size > 1 and not getattr(trainer.lightning_module, "member_parallel", False):
+            on_first_rank(trainer, find)
+            found = gathered(found)[0]
+        else:
+            find()
+        (move,) = found
+        self.teleportation.move(self._symmetry, move.element, network, optimizer)
+        return move
 
     @staticmethod
     def _optimizer(trainer: Trainer, network: nn.Module) -> torch.optim.Optimizer | None:
@@ -197,19 +195,23 @@ class SymmetryTeleportation(Callback):
         return found[0] if found else None
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, found: Mapping[int, Teleported]) -> None:
-        """Log the mean over members, and each member as a detail."""
-        own: dict[int, Sequence[float]] = {n: (one.before, one.after, one.seconds) for n, one in found.items()}
-        parallel = getattr(pl_module, "member_parallel", False)
-        every: dict[int, Sequence[float]] = (
-            {k: v for part in gathered(own) for k, v in part.items()} if parallel else own
-        )
-        names = ("objective_before", "objective_after", "seconds")
-        prefix = self.prefix if self.arm is None else f"{self.prefix}/{self.arm}"
-        values = {
-            f"{prefix.replace(' ', '_')}/{name}": sum(column) / len(column)
-            for name, column in zip(names, zip(*every.values(), strict=True), strict=True)
+        """Log the mean over members, and each member as a detail; values that were not computed are left out."""
+        members = has_members(pl_module)
+        own = {
+            number: {name: value for name in _LOGGED if math.isfinite(value := getattr(one, name))}
+            for number, one in found.items()
         }
-        values = {name: value for name, value in values.items() if math.isfinite(value)}  # NaN: not computed
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=max(trainer.global_step - 1, 0))
+        if getattr(pl_module, "member_parallel", False):
+            own = {number: values for part in gathered(own) for number, values in part.items()}
+        if not trainer.is_global_zero:
+            return
+        prefix = self.prefix if self.arm is None else f"{self.prefix}/{self.arm.replace(' ', '_')}"
+        logged = {}
+        for name, logged_name in _LOGGED.items():
+            values = {number: one[name] for number, one in own.items() if name in one}
+            if values:
+                logged[f"{prefix}/{logged_name}"] = math.fsum(values.values()) / len(values)
+            if members:
+                logged |= details({f"{prefix}/{logged_name}/member-{n:04d}": value for n, value in values.items()})
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=max(trainer.global_step - 1, 0))

@@ -20,7 +20,7 @@ from pytorch_lightning import Callback
 from torch import Tensor, nn
 
 from lightning_sym._tags import MOST_CURVES, is_detail
-from lightning_sym.callbacks import BatchNormRecalibration, MergingReport
+from lightning_sym.callbacks import BatchNormRecalibration, MergingReport, SymmetryTeleportation
 from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule, Resized
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
@@ -513,9 +513,14 @@ def scenarios(run, population_zoo):
         task = frozen(RESUMED[name].make(population_zoo, **settings), strategy)
         # 1 x 24 images see what 2 x 12 and 3 x 8 see.
         data = digits(batch_size=24 // processes if strategy == "ddp_fork" else 24, max_samples=81)
-        report = [MergingReport()] if name == "fine-tuning" else []
         settings = {"processes": processes, "strategy": strategy, "max_epochs": 2}
-        run.fit(f"{name} {strategy} {processes}", task, data, *report, **settings)
+        run.fit(f"{name} {strategy} {processes}", task, data, *beside(name), **settings)
+
+
+def beside(name: str) -> list[Callback]:
+    """Return the callbacks that change or compare the networks of a task."""
+    own = {"fine-tuning": MergingReport(), "teleportation": SymmetryTeleportation([1], images=50, max_steps=2)}
+    return [own[name]] if name in own else []
 
 
 def frozen(task: PopulationTask, strategy: str) -> PopulationTask:

@@ -13,6 +13,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from lightning_sym.callbacks import SymmetryTeleportation, TeleportationReport
+from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.orbit import Objective
 from lightning_sym.orbit.teleportation import Teleportation
@@ -308,3 +309,19 @@ def test_wrong_arguments_are_named(make, message):
 def test_epochs_are_a_list():
     with pytest.raises(TypeError, match=r"expected \[1\]"):
         SymmetryTeleportation(1)
+
+
+def test_means_and_members_are_logged_and_nothing_that_was_not_computed(tmp_path):
+    logger = MetricsCSV(tmp_path)
+    task = TeleportationTask(network(), arms=["plain", "to the top", "random"], rates=[0.1], seeds=2)
+    callbacks = [
+        SymmetryTeleportation([0], arm="to the top", images=20, max_steps=2),
+        SymmetryTeleportation([0], "random", arm="random"),
+    ]
+    fit(task, digits(), *callbacks, max_epochs=1, logger=logger)
+    (row,) = [one for one in read_csv(tmp_path / "metrics.csv") if one.get("teleportation/random/seconds")]
+    (other,) = [one for one in read_csv(tmp_path / "metrics.csv") if one.get("teleportation/to_the_top/seconds")]
+    assert not any("random/objective" in name for name in row)
+    for name in ("objective_before", "objective_after"):
+        members = [float(other[f"details/teleportation/to_the_top/{name}/member-{n:04d}"]) for n in (1, 4)]
+        assert float(other[f"teleportation/to_the_top/{name}"]) == pytest.approx(sum(members) / 2)
