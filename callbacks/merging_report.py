@@ -49,8 +49,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
 class MergingReport(RunReport):
     """Merge the networks of a :class:`lightning_sym.tasks.FineTuneTask` and report their accuracies on all tasks.
 
-    At the end of the fit, networks are merged by each method, as they are and after alignment
-    (:func:`lightning_sym.merging.align`) to the first of them, for each parent:
+    At the end of the fit, the report merges networks by each method, unaligned and aligned to the first of them
+    (:func:`lightning_sym.merging.align`), for each parent:
 
     - ``one parent``: its fine-tunes; the parent is the base.
     - ``one moved``: the same, with a random element of the symmetry applied to the first fine-tune.

@@ -13,9 +13,9 @@ from lightning_sym.zoo_weights import FORMS, ZooDataset
 class ZooWeightsDataModule(TensorDataModule):
     """The networks of a zoo as data for learning on weights: vectors of weights, and a metric of each network.
 
-    An input has shape ``[2, P]``: the ``P`` weights of a network as they are, and in its canonical form, which is
-    computed once (10 ms for a small network). The target is a metric in the zoo's manifest, of shape ``[1]``. Splits,
-    batches and their order are those of :class:`TensorDataModule`. Other forms of the weights:
+    An input has shape ``[2, P]``: the ``P`` weights of a network, unchanged and in canonical form. The module computes
+    canonical forms once (10 ms for a small network). The target is a metric in the zoo's manifest, of shape ``[1]``.
+    Splits, batches and their order are those of :class:`TensorDataModule`. For other forms of the weights, use
     :class:`lightning_sym.zoo_weights.ZooDataset`.
 
     Args:

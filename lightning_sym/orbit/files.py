@@ -161,8 +161,8 @@ def reparametrize_checkpoint(
     tensors = {name: own for name, own in state_tensors(result.network).items() if own.is_floating_point()}
     written = _as_written(read, tensors)
     minimum = result if isinstance(result, OrbitMinimum) else None
-    if minimum is not None and not abs(minimum.after - minimum.before) > 1e-9 * abs(minimum.before):
-        notes = (*notes, "the objective did not improve: it is at a minimum, constant, or needs more steps")
+    if minimum is not None and not _improves(minimum, maximize=options.get("maximize", False)):
+        notes = (*notes, "the objective did not improve: it is at its best, constant, or needs more steps")
     reparametrized = ReparametrizedCheckpoint(
         out=out,
         symmetry=symmetry,
@@ -179,16 +179,7 @@ def reparametrize_checkpoint(
     )
     report = {"checkpoint": str(checkpoint), "out": str(out), "objective": named, **(about or {})}
     report |= _numbers(reparametrized)
-    writers: dict[str, Callable[[Path], object]] = {
-        files[_REPORT]: functools.partial(write_atomically, content=json.dumps(report, indent=1, default=str) + "\n")
-    }
-    if minimum is not None:
-        writers[files[_ELEMENT]] = functools.partial(symmetry.save, result.element)
-        writers[files[_HISTORY]] = functools.partial(write_atomically, content=_table(minimum.history))
-    if out.suffix != ".safetensors":
-        card = _card(out.name, str(checkpoint), report, minimum)
-        writers["README.md"] = functools.partial(write_atomically, content=card)
-    place = read.write(tensors, out, beside=writers)
+    place = read.write(tensors, out, beside=_files_beside(files, out, report, symmetry, minimum))
     return replace(reparametrized, out=place)
 
 
@@ -243,6 +234,28 @@ def _element_in(path: Path) -> Path:
 def _beside(out: Path, name: str) -> str:
     """Return the name of a further file, which begins with the name of the weights unless these are in a folder."""
     return f"{out.stem}.{name}" if out.suffix == ".safetensors" else name
+
+
+def _improves(found: OrbitMinimum, *, maximize: bool) -> bool:
+    gain = found.after - found.before if maximize else found.before - found.after
+    return gain > 1e-9 * abs(found.before)
+
+
+def _files_beside(
+    files: Mapping[str, str], out: Path, report: Mapping[str, Any], symmetry: Symmetry, minimum: OrbitMinimum | None
+) -> dict[str, Callable[[Path], object]]:
+    """Return functions that write the report, the card, the element and the steps, by the names of the files."""
+    texts = {files[_REPORT]: json.dumps(report, indent=1, default=str) + "\n"}
+    if minimum is not None:
+        texts[files[_HISTORY]] = _table(minimum.history)
+    if out.suffix != ".safetensors":
+        texts["README.md"] = _card(out.name, report["checkpoint"], report, minimum)
+    found: dict[str, Callable[[Path], object]] = {
+        name: functools.partial(write_atomically, content=text) for name, text in texts.items()
+    }
+    if minimum is not None:
+        found[files[_ELEMENT]] = functools.partial(symmetry.save, minimum.element)
+    return found
 
 
 def _as_written(read: Checkpoint, tensors: Mapping[str, Tensor]) -> nn.Module:

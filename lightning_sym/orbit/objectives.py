@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -466,9 +467,9 @@ class ErrorOfOutputs(Objective):
             begun._references = [(batch, view.output(batch).detach()) for batch in batches]
         return begun
 
+    @abstractmethod
     def changed(self, weight: Tensor, axis: int) -> Tensor:
         """Return the changed weights of a matrix or kernel with output channels along an axis."""
-        raise NotImplementedError
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""
@@ -515,9 +516,9 @@ class OfMatrices(Objective):
     smooth = False
     factors = _NO_SCALES
 
+    @abstractmethod
     def of(self, weight: Tensor, axis: int) -> Tensor:
         """Return the value of a matrix with output channels along an axis."""
-        raise NotImplementedError
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""

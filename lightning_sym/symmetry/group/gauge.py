@@ -113,7 +113,7 @@ class ScaleGauge:
             (np.ones(len(own)), (own, np.searchsorted(classes, of[own]))), (len(of), len(classes))
         )
         rows = {
-            tuple(sum(parts))
+            tuple(np.sum(parts, axis=0).tolist())
             for name in self.squares.allowed(mask)
             for parts in itertools.product(*(_patterns(plan, slot, mask, member) for slot in plan.tensors[name]))
         }
