@@ -185,6 +185,8 @@ class ZooDataset(Dataset[tuple[Any, Tensor]]):
                 'augmentation="orbit" leaves no canonical form; set form to "raw", or augmentation to None.'
             )
         check_integers(0, seed=seed)
+        if not isinstance(target, str):
+            raise ValueError(f'target must be a split and a metric, such as "test/accuracy", got {target!r}.')
         opened = zoo if isinstance(zoo, ModelZoo) else ModelZoo.open(zoo, allow=allow)
         self.space, self.numbers = WeightSpace(opened, example), opened.numbers
         self.form, self.augmentation, self.flat, self.scale, self.seed = form, augmentation, flat, scale, seed

@@ -134,7 +134,7 @@ def read_options(args: Sequence[str]) -> Asked:
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
     objective = class_of(given.get("objective"))
     if bool(objective) == ("apply" in given):
-        raise ValueError("Expected --objective or --apply, and not both.")
+        raise ValueError(f"Expected one of --objective and --apply, got {'both' if objective else 'neither'}.")
     if objective and "." not in objective and objective not in OBJECTIVES:
         raise ValueError(unknown("objective", objective, OBJECTIVES))
     if useless := [name for name in _OF_OBJECTIVES if name in given and not objective]:

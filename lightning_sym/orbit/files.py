@@ -130,7 +130,8 @@ def reparametrize_checkpoint(
     """
     out = Path(out)
     if (objective is None) == (element is None):
-        raise ValueError("expected an objective to minimise or an element to apply, and not both.")
+        given = "neither" if objective is None else "both"
+        raise ValueError(f"expected an objective to minimise, or an element to apply, got {given}.")
     source = _single(checkpoint)
     named = (about or {}).get("objective") or (None if objective is None else name_of_callable(objective))
     files = {name: _beside(out, name) for name in (_ELEMENT, _HISTORY, _REPORT)}
