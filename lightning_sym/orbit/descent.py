@@ -147,7 +147,7 @@ def minimize_on_orbit(
         problem = OrbitProblem(symmetry, exact, directions, objective, batches, -1.0 if maximize else 1.0)
         problem.budget = _BUDGET if maximize and budget is None else math.inf if budget is None else budget
         problem.condition = min(problem.budget, _CONDITION)
-        first = problem.within(_started(symmetry, exact, start))
+        first = problem.within(_started(symmetry, exact, start), symmetry.factors)
         free = start is None and budget is None and not maximize and max_steps > 0
         if free and (known := problem.closed_form()) is not None:
             first, notes = known, [*notes, "the descent starts at the closed form over scales and cells"]

@@ -133,9 +133,15 @@ class OrbitProblem:
         """Return the element after a step, within bounds."""
         return self.within(self.symmetry.compose(self.directions.element(coordinates), element))
 
-    def within(self, element: Element) -> Element:
-        """Return the nearest element within bounds."""
-        parts = {own.name: own.within(element.parts[own.name], *self.bounds) for own in self._bounded}
+    def within(self, element: Element, factors: Iterable[Factor[Any]] | None = None) -> Element:
+        """Return the nearest element within bounds.
+
+        Args:
+            element: The element.
+            factors: The factors whose parts may exceed these; None for those that move.
+        """
+        bounded = self._bounded if factors is None else factors
+        parts = {own.name: own.within(element.parts[own.name], *self.bounds) for own in bounded}
         return element.replaced(**parts) if parts else element
 
     @property

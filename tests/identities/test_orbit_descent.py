@@ -501,3 +501,12 @@ def test_without_steps_a_network_stays():
     found = minimize_on_orbit(symmetry, network, weight_norm(), max_steps=0)
     assert symmetry.factors.is_identity(found.element)
     assert minimize_on_orbit(symmetry, network, weight_norm()).after < found.after
+
+
+def test_a_start_is_within_the_budget_also_where_nothing_moves():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Linear(2, 2)).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 3).double())
+    start = symmetry.sample(torch.Generator().manual_seed(0), scale=2.0)
+    found = minimize_on_orbit(symmetry, network, weight_norm(), start=start, budget=0.5, factors="cells", max_steps=3)
+    assert float(found.element.log_scale.abs().max()) <= 0.5
+    assert float(start.log_scale.abs().max()) > 0.5

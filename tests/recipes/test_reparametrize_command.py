@@ -460,7 +460,7 @@ def test_files_without_a_network_adapters_and_zoos_are_refused() -> None:
     sought: Callable[..., Any] = functools.partial(
         reparametrize_checkpoint, network=perceptron(), inputs=X, out="m.safetensors"
     )
-    assert_refused(sought, "a.safetensors", says="expected an objective to minimise or an element to apply")
+    assert_refused(sought, "a.safetensors", says="expected an objective to minimise, or an element to apply, got")
     for name in ("member-0000.safetensors", "member-0001.safetensors"):
         Path("adapter").mkdir(exist_ok=True)
         Path("adapter", name.replace("member-0000", "adapter_model")).touch()
