@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "papers"
 Pair = tuple[int, int]
 Word = Literal["agrees", "partly", "disagrees", "not decided"]
+ACCURACY = "test accuracy, "  # of the networks that the rest of the label names
+ANY, SIZE, PERCENT = (-math.inf, math.inf), (0.0, math.inf), (0.0, 100.0)  # bounds of quantities
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class Quantity:
         unit: Unit of the values: ``"nats"``, ``"points of accuracy"``, ``"1"``.
         over: The population: ``"5 pairs"``, ``"3 seeds"``; ``"one run"`` for a single value.
         pairs: The two models of each value, where pairs share models; then models are resampled for the interval.
+        bounds: Least and largest possible value; intervals end there. Those of ``"%"`` are 0 and 100 by default.
+        failed: Number of networks behind it that have not learned. No claim is judged by it if there are any.
     """
 
     label: str
@@ -123,12 +127,18 @@ class Quantity:
     unit: str
     over: str
     pairs: tuple[Pair, ...] = ()
+    bounds: tuple[float, float] = ANY
+    failed: int = 0
 
     def __post_init__(self) -> None:
         if not self.values or not all(math.isfinite(value) for value in self.values):
             raise ValueError(f"The values of {self.label!r} must be finite numbers, got {self.values}.")
         if self.pairs and len(self.pairs) != len(self.values):
             raise ValueError(f"{self.label!r} has {len(self.values)} values of {len(self.pairs)} pairs.")
+        if self.unit == "%" and self.bounds == ANY:
+            object.__setattr__(self, "bounds", PERCENT)
+        if not self.bounds[0] <= min(self.values) <= max(self.values) <= self.bounds[1]:
+            raise ValueError(f"The values of {self.label!r} must be in {self.bounds}, got {self.values}.")
 
     @property
     def mean(self) -> float:
@@ -137,13 +147,20 @@ class Quantity:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean: of resampled models for pairs, Student's otherwise; None if there is none."""
+        """The 95 % interval of the mean: of resampled models for pairs, Student's otherwise; None if there is none.
+
+        It is cut at the bounds of the quantity. This keeps its coverage, as the mean is within them.
+        """
         if len(self.values) < 2:
             return None
-        if not self.pairs:
-            return student_interval(self.values)
-        found = bootstrap_over_models(self.pairs, self.values)
-        return None if found.note else (float(found.low), float(found.high))
+        if self.pairs:
+            found = bootstrap_over_models(self.pairs, self.values)
+            if found.note:
+                return None
+            low, high = float(found.low), float(found.high)
+        else:
+            low, high = student_interval(self.values)
+        return max(low, self.bounds[0]), min(high, self.bounds[1])
 
     @property
     def brief(self) -> str:
@@ -156,12 +173,18 @@ class Quantity:
         if (len(self.values), self.pairs) != (len(other.values), other.pairs):
             raise ValueError(f"{self.label!r} and {other.label!r} are not of the same members, in the same order.")
         differences = tuple(a - b for a, b in zip(self.values, other.values, strict=True))
-        return Quantity(f"{self.label} less {other.label}", differences, self.unit, self.over, self.pairs)
+        (low, high), (least, most) = self.bounds, other.bounds
+        bounds = (low - most, high - least)
+        label, failed = f"{self.label} less {other.label}", self.failed + other.failed
+        return Quantity(label, differences, self.unit, self.over, self.pairs, bounds, failed)
 
     def __str__(self) -> str:
         interval = self.interval
         spread = "" if interval is None else f" [{short(interval[0])}, {short(interval[1])}]"
-        return f"{short(self.mean)}{spread}{'' if self.unit == '1' else ' ' + self.unit}"
+        unit = "" if self.unit == "1" else f" {self.unit}"
+        if interval is not None and min(self.values) == max(self.values):  # a constant has no spread to estimate
+            return f"{short(self.mean)}{unit} in all {len(self.values)}"
+        return f"{short(self.mean)}{spread}{unit}"
 
 
 class Verdict(NamedTuple):
@@ -183,8 +206,9 @@ class Claim:
     """One line of the page.
 
     Attributes:
-        says: The claim of the source, one sentence.
+        says: The claim of the source, one sentence; or ours.
         paper: The published values with their place, ``"table 3: 96.1 and 88.2 %"``; or ``"a figure, no number"``.
+            Empty if the source does not make the claim: a control of ours, or a question that a result raises.
         holds: Decides from quantities, by label; never from a typed measurement.
     """
 
@@ -208,7 +232,9 @@ class Result:
         full: The same with the source's recipes; empty if ``runs`` have these already, or there are none.
         needs: Missing requirements of the full runs: ``"CIFAR-10 and a GPU"``.
         remark: Why ours differs, if a reader has to know.
-        chance: Share of the commonest class in the test data, %. The page names the networks that are no better.
+        chance: Share of the commonest class in the test data, %. Networks that are no better have not learned: no claim
+            is judged by a row that has one.
+        sizes: Beginnings of the labels of quantities that cannot be negative; ``""`` for all.
     """
 
     name: str
@@ -222,6 +248,7 @@ class Result:
     needs: str = ""
     remark: str = ""
     chance: float | None = None
+    sizes: tuple[str, ...] = ()
 
 
 # ---- parts of claims and measures
@@ -234,9 +261,17 @@ def short(value: float) -> str:
     return "0" if value == 0 else f"{value:#.3g}".rstrip(".")
 
 
+def _void(quantity: Quantity) -> Verdict:
+    """Return no verdict, as networks that predict one class for all inputs are no evidence."""
+    count = "one network has" if quantity.failed == 1 else f"{quantity.failed} networks have"
+    return Verdict("not decided", f"{quantity.label}: void, as {count} not learned", f"{quantity.brief} (void)")
+
+
 def positive(quantity: Quantity) -> Verdict:
     """Say whether a mean is above zero, by its interval."""
     interval = quantity.interval
+    if quantity.failed:
+        return _void(quantity)
     if interval is None:
         return Verdict("not decided", f"{quantity.label}: {quantity}, of {quantity.over}, which has no interval")
     word: Word = "agrees" if interval[0] > 0 else "disagrees" if interval[1] < 0 else "not decided"
@@ -246,7 +281,7 @@ def positive(quantity: Quantity) -> Verdict:
 def below(lower: Quantity, upper: Quantity) -> Verdict:
     """Say whether one mean is below another, of the same members: by the interval of the differences."""
     verdict = positive(upper.less(lower))
-    difference = verdict.reason.rpartition(": ")[2]
+    difference = verdict.reason.removeprefix(f"{upper.label} less {lower.label}: ")
     reason = f"{lower.label} {lower}, {upper.label} {upper}; difference {difference}"
     return Verdict(verdict.word, reason, f"{short(lower.mean)} against {upper.brief.removeprefix('difference ')}")
 
@@ -254,23 +289,32 @@ def below(lower: Quantity, upper: Quantity) -> Verdict:
 def within(quantity: Quantity, low: float, high: float) -> Verdict:
     """Say whether a quantity is in a range that is known beforehand: from theory, or from the source.
 
-    A population agrees if its interval is inside, disagrees if it is outside, and is not decided between. A range from
-    0 on is one of sizes, such as errors: only its upper end is asked for, as intervals of sizes near 0 reach below.
+    A population agrees if its interval is inside, disagrees if it is outside, and is not decided between.
     """
+    if quantity.failed:
+        return _void(quantity)
     ends = quantity.interval or (quantity.mean, quantity.mean)
-    low = -math.inf if low == 0 else low
     inside, outside = low <= ends[0] and ends[1] <= high, ends[1] < low or ends[0] > high
     word: Word = "agrees" if inside else "disagrees" if outside else "not decided"
-    bounds = f"at least {short(low)}" if high == math.inf else f"at most {short(high)}"
-    if math.isfinite(low) and math.isfinite(high):
+    bounds = f"at least {short(low)}" if high >= quantity.bounds[1] else f"at most {short(high)}"
+    if low > quantity.bounds[0] and high < quantity.bounds[1]:
         bounds = f"between {short(low)} and {short(high)}" if low < high else short(low)
     return Verdict(word, f"{quantity.label} {quantity} over {quantity.over}; required: {bounds}", quantity.brief)
 
 
+def no_more_than(lower: Quantity, upper: Quantity, margin: float) -> Verdict:
+    """Say whether one mean is at most another plus a margin, of the same members: "no better", "as good as"."""
+    return within(lower.less(upper), -math.inf, margin)
+
+
 def together(*verdicts: Verdict) -> Verdict:
-    """Return one verdict of several: all agree, some (partly), or none of them; reasons one after another."""
+    """Return the verdict on a claim of several parts, with their reasons one after another.
+
+    It agrees if all parts do, and does partly if some do. If none does, one part that is decided is enough to disagree.
+    """
     words = {verdict.word for verdict in verdicts}
-    word = words.pop() if len(words) == 1 else "partly" if "agrees" in words else "not decided"
+    some: Word = "partly" if words & {"agrees", "partly"} else "disagrees" if "disagrees" in words else "not decided"
+    word = words.pop() if len(words) == 1 else some
     reasons, ours = (dict.fromkeys(texts) for texts in zip(*((v.reason, v.ours) for v in verdicts), strict=True))
     return Verdict(word, "; ".join(reasons), "; ".join(filter(None, ours)))
 
@@ -417,7 +461,7 @@ def make(result: Result, folder: Path, say: Callable[[str], None], *, full: bool
 
 def judged(result: Result, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a JSON file with means, intervals and verdicts as the definitions have them now."""
-    quantities = quantities_of(found)
+    quantities = quantities_of(result, found)
     about = {key: value for key, value in found.items() if key not in ("quantities", "claims")}
     verdicts = [(claim, claim.holds({quantity.label: quantity for quantity in quantities})) for claim in result.claims]
     return {
@@ -447,10 +491,23 @@ def judged(result: Result, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def quantities_of(found: Mapping[str, Any]) -> list[Quantity]:
-    """Return the quantities of a JSON file."""
+def quantities_of(result: Result, found: Mapping[str, Any]) -> list[Quantity]:
+    """Return the quantities of a JSON file, with their bounds and the number of networks that have not learned."""
+    chance = -math.inf if result.chance is None else result.chance
+    failed: dict[str, int] = {}
+    for q in found["quantities"]:
+        if q["label"].startswith(ACCURACY) and q["unit"] == "%":
+            failed[q["label"].removeprefix(ACCURACY)] = sum(value <= chance for value in q["values"])
     return [
-        Quantity(q["label"], tuple(q["values"]), q["unit"], q["over"], tuple((a, b) for a, b in q["pairs"]))
+        Quantity(
+            q["label"],
+            tuple(q["values"]),
+            q["unit"],
+            q["over"],
+            tuple((a, b) for a, b in q["pairs"]),
+            SIZE if result.sizes and q["label"].startswith(result.sizes) and q["unit"] != "%" else ANY,
+            failed.get(q["label"].partition(", ")[2], 0),
+        )
         for q in found["quantities"]
     ]
 

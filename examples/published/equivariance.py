@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_sym.datamodules import DigitsDataModule, Quadrant
 from lightning_sym.networks import build
-from published.core import Claim, Quantity, Result, Run, Verdict, below, together, within
+from published.core import Claim, Quantity, Result, Run, Verdict, below, no_more_than, together, within
 
 Runs = Mapping[str, Path]
 Found = Mapping[str, Quantity]
@@ -437,7 +437,7 @@ def _better(*pairs: tuple[str, str]) -> Callable[[Found], Verdict]:
 
 
 def _as_good(first: str, second: str, points: float) -> Callable[[Found], Verdict]:
-    return lambda q: within(q[f"test accuracy, {first}"].less(q[f"test accuracy, {second}"]), -points, math.inf)
+    return lambda q: no_more_than(q[f"test accuracy, {second}"], q[f"test accuracy, {first}"], points)
 
 
 def _every(*checks: Callable[[Found], Verdict]) -> Callable[[Found], Verdict]:
@@ -516,7 +516,7 @@ RESULTS: tuple[Result, ...] = (
         (
             Claim(
                 "Kronecker factors derived with BackPACK give the same evidence, shares and precisions.",
-                "its library is not public",
+                "",
                 lambda q: together(
                     within(q["difference of -L/N"], 0, 1e-4),
                     within(q["largest difference of a share"], 0, 0.1),
@@ -525,6 +525,7 @@ RESULTS: tuple[Result, ...] = (
             ),
         ),
         (_engine("autograd"), _engine("backpack")),
+        sizes=("",),
         remark=(
             "Exact factors in single precision, after two epochs with equal weights and one update of the "
             "precisions; longer training amplifies rounding."
@@ -539,37 +540,37 @@ RESULTS: tuple[Result, ...] = (
         (
             Claim(
                 "Positions are informative with 100 places: with 196 the share is smaller.",
-                "not asked there",
+                "",
                 _smaller("196 places"),
             ),
             Claim(
                 "Training was too short: in twice the time the share is smaller.",
-                "not asked there",
+                "",
                 _smaller("twice as long"),
             ),
             Claim(
                 "Precisions move too slowly: at rate 0.3 the share is smaller than at 0.1.",
-                "not asked there",
+                "",
                 lambda q: below(q[_share("as in table 1")], q[_share("slow precisions")]),
             ),
             Claim(
                 "The start decides: the share is larger from an equal start.",
-                "not asked there",
+                "",
                 lambda q: below(q[_share("as in table 1")], q[_share("equal start")]),
             ),
             Claim(
                 f"The evidence requires it: with CONV alone in {BLOCK} it is worse.",
-                "not asked there",
+                "",
                 lambda q: below(q["-L/N, as in table 1"], q[f"-L/N, only CONV in {BLOCK}"]),
             ),
             Claim(
                 "It is a trace: its part of the block's output is smaller than of the effective parameters.",
-                "not asked there",
+                "",
                 lambda q: below(q[f"part of F-FC in the output of {BLOCK}"], q[_share("as in table 1")]),
             ),
             Claim(
                 "The network needs it: setting the path to 0 costs at least 5 points.",
-                "not asked there",
+                "",
                 lambda q: within(
                     q["test accuracy, trained with F-FC there"].less(
                         q[f"test accuracy, F-FC of {BLOCK} set to 0 afterwards"]
@@ -580,7 +581,7 @@ RESULTS: tuple[Result, ...] = (
             ),
             Claim(
                 "It encodes positions: without it, fewer predictions change in another quadrant.",
-                "not asked there",
+                "",
                 lambda q: below(
                     q[f"predictions that change, F-FC of {BLOCK} set to 0"],
                     q["predictions that change in another quadrant"],
@@ -588,7 +589,7 @@ RESULTS: tuple[Result, ...] = (
             ),
             Claim(
                 "The share is large because CONV's part falls towards the top, not because F-FC's grows.",
-                "not asked there",
+                "",
                 lambda q: together(
                     below(
                         q[f"effective by all parameters of CONV in {BLOCK}"],
@@ -666,7 +667,7 @@ RESULTS: tuple[Result, ...] = (
             Claim(
                 "FC paths added to CONV cost no evidence (here: at most 0.1 nats).",
                 "-L/N 1.019 (FC+CONV) and 1.022 (CONV)",
-                lambda q: within(q["-L/N, FC+CONV"].less(q["-L/N, CONV"]), -math.inf, 0.1),
+                lambda q: no_more_than(q["-L/N, FC+CONV"], q["-L/N, CONV"], 0.1),
             ),
             Claim(
                 "F-FC paths added to CONV cost evidence.",
@@ -689,13 +690,13 @@ RESULTS: tuple[Result, ...] = (
                 _better(("S-FC, length scales trained", "S-FC")),
             ),
             Claim(
-                "They do not help with both kinds of paths.",
+                "They do not help with both kinds of paths (here: by at most 0.1 nats).",
                 "-L/N 1.067 and 0.978 (S-FC+S-CONV)",
-                _better(("S-FC+S-CONV", "S-FC+S-CONV, length scales trained")),
+                lambda q: no_more_than(q["-L/N, S-FC+S-CONV"], q["-L/N, S-FC+S-CONV, length scales trained"], 0.1),
             ),
             Claim(
                 "Trained anchor positions have better evidence than fixed ones.",
-                "learned throughout, no comparison",
+                "",
                 _better(("S-FC+S-CONV, anchors trained", "S-FC+S-CONV")),
             ),
         ),
@@ -742,14 +743,14 @@ RESULTS: tuple[Result, ...] = (
             ),
             Claim(
                 "Under MAP the share of GCONV is smaller.",
-                "no such control",
+                "",
                 lambda q: together(
                     *(below(_three(q, "gconv", data, control=True), _three(q, "gconv", data)) for data in DATA)
                 ),
             ),
             Claim(
                 "On rotated digits, GCONV alone has better evidence and accuracy than CONV.",
-                "not in the table",
+                "",
                 _every(
                     _better(("GCONV alone, rotated", "CONV alone, rotated")),
                     _accurate(("CONV alone, rotated", "GCONV alone, rotated")),
@@ -757,7 +758,7 @@ RESULTS: tuple[Result, ...] = (
             ),
             Claim(
                 "On translated digits, CONV alone has better evidence and accuracy than F-FC.",
-                "not in the table",
+                "",
                 _every(
                     _better(("CONV alone, translated", "F-FC alone, translated")),
                     _accurate(("F-FC alone, translated", "CONV alone, translated")),
@@ -765,7 +766,7 @@ RESULTS: tuple[Result, ...] = (
             ),
             Claim(
                 "The evidence gap between GCONV and CONV alone is larger on rotated digits.",
-                "not in the table",
+                "",
                 lambda q: below(_lead(q, "plain"), _lead(q, "rotated")),
             ),
         ),
@@ -809,11 +810,13 @@ RESULTS: tuple[Result, ...] = (
                 _accurate(("pointwise", "full, parameters matched")),
             ),
             Claim(
-                "More width does not help separable convolutions.",
+                "More width does not help separable convolutions (here: by at most 5 points).",
                 "59.99 and 61.31 %; depthwise 49.77 and 51.63",
-                _accurate(
-                    ("separable, parameters matched", "separable"),
-                    ("depthwise separable, parameters matched", "depthwise separable"),
+                lambda q: together(
+                    *(
+                        no_more_than(q[f"test accuracy, {name}, parameters matched"], q[f"test accuracy, {name}"], 5)
+                        for name in ("separable", "depthwise separable")
+                    )
                 ),
             ),
         ),

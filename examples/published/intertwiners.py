@@ -444,7 +444,7 @@ STITCHING = (
         (
             Claim(
                 "Penalties of permutations with scales fall with width.",
-                "not done there",
+                "",
                 lambda q: together(
                     *(
                         below(q[f"{GROUP}, width {wide}"], q[f"{GROUP}, width {narrow}"])
@@ -454,7 +454,7 @@ STITCHING = (
             ),
             Claim(
                 "Penalties of full matrices fall with width.",
-                "not done there",
+                "",
                 lambda q: together(
                     *(
                         below(q[f"{FULL}, width {wide}"], q[f"{FULL}, width {narrow}"])
@@ -651,7 +651,7 @@ SIMILARITY = (
             ),
             Claim(
                 "Training raises similarity up to permutations with scales.",
-                "not done there",
+                "",
                 lambda q: _each(q, MEASURES["group"] + UNTRAINED, MEASURES["group"]),
             ),
         ),
@@ -679,7 +679,7 @@ SIMILARITY = (
             ),
             Claim(
                 "Training adds more similarity up to permutations with scales in wider layers.",
-                "not done there",
+                "",
                 lambda q: _each(q, *(f"{ADDED}{MEASURES['group']}{what}" for what in (GROWING, CONSTANT))),
             ),
             Claim(
@@ -772,7 +772,7 @@ DISSECTION = (
             ),
             Claim(
                 "Only with ReLU are activations more peaked in the network's basis.",
-                "not done there",
+                "",
                 lambda q: together(
                     positive(q["fall of kurtosis, ReLU"]),
                     below(q[f"fall of kurtosis, {CONCEPTS['linear sums']}"], q["fall of kurtosis, ReLU"]),
@@ -834,6 +834,7 @@ RESULTS = (
             "Random weights and elements in double precision. Matrices outside a group are a scale, a flip "
             "and a rotation of two units."
         ),
+        sizes=("",),
     ),
     *STITCHING,
     *ROTATION,

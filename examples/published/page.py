@@ -1,15 +1,15 @@
 """Writes docs/results.md and docs/results/ from the JSON files of all results: ``make results-page``."""
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_sym.recipes import never_run, recipe_names
 from published import RESULTS
-from published.core import ROOT, SOURCES, Quantity, Result, file_of, judged, quantities_of, save
+from published.core import ACCURACY, ROOT, SOURCES, Claim, Quantity, Result, file_of, judged, quantities_of, save
 
 DOCS = ROOT / "docs"
 Found = Mapping[str, Any]
@@ -27,9 +27,10 @@ python examples/papers.py --jobs 2            # make the missing ones
 python examples/papers.py --full              # use the papers' recipes: {needs}
 ```
 
-Interrupted runs resume. A claim holds (*yes*) or not (*no*) where a 95 % interval decides, of paired differences where
-two figures are compared; *partly* if only some parts hold; else it is *undecided*. "Ours" lists means; details have
-intervals.
+Interrupted runs resume. The rule: a part of a claim holds or not where a 95 % interval decides, of paired differences
+where two figures are compared; "no better" and "as good" have a margin, which the claim states. A claim holds (*yes*)
+if all of its parts do, and *partly* if some do. If none does, one decided part makes it *no*; else it is *undecided*.
+Networks that have not learned are no evidence. "Ours" lists means; details have intervals.
 """
 _DETAILS = """
 Brackets are 95 % intervals of means: from resampled networks where pairs share networks, Student's otherwise. Minutes
@@ -62,21 +63,27 @@ def pages(found: Mapping[tuple[str, bool], Found]) -> dict[Path, str]:
 
 
 def _summary(found: Mapping[tuple[str, bool], Found]) -> str:
-    """Return the number of claims by verdict, and a table of all claims."""
-    small = [one for (_, full), one in found.items() if not full]
-    words = [claim["verdict"] for one in small for claim in one["claims"]]
-    counts = ", ".join(f"{words.count(word)} {name}" for word, name in _HOLDS.items() if word in words)
-    minutes = sum(one["minutes"] for one in small)
-    head = f"\n{len(words)} claims ({counts or 'none'}), made in {minutes:.0f} minutes of one core.\n\n"
-    rows = [_row(["paper", "claim", "published", "ours", "holds?"]), _row(["-"] * 5)]
-    for result in RESULTS:
-        one, source = found.get((result.name, False)), SOURCES[result.source]
-        for index, claim in enumerate(result.claims):
-            made = None if one is None else one["claims"][index]
-            ours, holds = ("", "not run") if made is None else (made["ours"], _HOLDS[made["verdict"]])
+    """Return the number of the sources' claims by verdict with a table of them, and the same of ours."""
+    minutes = sum(one["minutes"] for (_, full), one in found.items() if not full)
+    lines = [f"\nAll of it takes {minutes:.0f} minutes of one core.\n"]
+    for title, ours in (("Claims of the sources", False), ("Our questions beside them", True)):
+        columns = ["paper", "claim", *([] if ours else ["published"]), "ours", "holds?"]
+        words, rows = [], [_row(columns), _row(["-"] * len(columns))]
+        for result in RESULTS:
+            one, source = found.get((result.name, False)), SOURCES[result.source]
             link = f"[{source.authors} {source.year}]({_place(result)})"
-            rows.append(_row([link, claim.says, claim.paper, ours, holds]))
-    return head + "".join(rows)
+            for index, claim in _claims(result, ours):
+                made = {"ours": "", "verdict": ""} if one is None else one["claims"][index]
+                words.append(_HOLDS.get(made["verdict"], "not run"))
+                rows.append(_row([link, claim.says, *([] if ours else [claim.paper]), made["ours"], words[-1]]))
+        counts = ", ".join(f"{words.count(word)} {word}" for word in (*_HOLDS.values(), "not run") if word in words)
+        lines += [f"\n## {title}\n\n{len(words)} claims: {counts or 'none'}.\n\n", *rows]
+    return "".join(lines)
+
+
+def _claims(result: Result, ours: bool) -> list[tuple[int, Claim]]:
+    """Return the claims that the source makes, or does not make, with their numbers."""
+    return [(index, claim) for index, claim in enumerate(result.claims) if ours == (not claim.paper)]
 
 
 def _never_run(found: Mapping[tuple[str, bool], Found]) -> str:
@@ -109,17 +116,23 @@ def _anchor(title: str) -> str:
 
 def _section(result: Result, found: Mapping[tuple[str, bool], Found]) -> str:
     one, full = found.get((result.name, False)), found.get((result.name, True))
-    columns = ["claim", "published", "ours", *(["with the paper's recipe"] if full is not None else [])]
-    lines = [f"\n## {result.title}\n\n{result.place[:1].upper()}{result.place[1:]}. {_deeper(result.remark)}".rstrip()]
-    lines += ["\n\n", _row(columns), _row(["-"] * len(columns))]
-    for index, claim in enumerate(result.claims):
-        cells = [claim.says, claim.paper, *(_verdict(run, index) for run in ((one, full) if full else (one,)))]
-        lines.append(_row(cells))
+    lines = [
+        f"\n## {result.title}\n\n{result.place[:1].upper()}{result.place[1:]}. {_deeper(result.remark)}".rstrip(),
+        "\n",
+    ]
+    for ours in (False, True):
+        claims = _claims(result, ours)
+        columns = ["our question" if ours else "claim", *([] if ours else ["published"]), "ours"]
+        columns += ["with the paper's recipe"] if full is not None else []
+        lines += ["\n", _row(columns), _row(["-"] * len(columns))] if claims else []
+        for index, claim in claims:
+            verdicts = (_verdict(run, index) for run in ((one, full) if full else (one,)))
+            lines.append(_row([claim.says, *([] if ours else [claim.paper]), *verdicts]))
     if one is not None:
         versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
         seeds = f", seeds {', '.join(map(str, one['seeds']))}" if one["seeds"] else ""
         lines.append(f"\n`{one['command']}`: {one['minutes']:.1f} minutes{seeds}; {versions}.\n")
-        lines.append(_figures(quantities_of(one)))
+        lines.append(_figures(quantities_of(result, one)))
         lines.append(_constant_networks(result, one))
     return "".join(lines)
 
@@ -131,18 +144,14 @@ def _deeper(text: str) -> str:
 
 def _constant_networks(result: Result, one: Found) -> str:
     """Return a sentence about networks that are no better than one class for all inputs; empty if there are none."""
-    chance = -math.inf if result.chance is None else result.chance
-    runs = [found for found in quantities_of(one) if found.label.startswith("test accuracy") and found.unit == "%"]
-    failed = {run.label.partition(", ")[2]: [value for value in run.values if value <= chance] for run in runs}
-    values = [value for found in failed.values() for value in found]
-    if not values:
+    runs = [found for found in quantities_of(result, one) if found.label.startswith(ACCURACY)]
+    failed = {run.label.removeprefix(ACCURACY): run.failed for run in runs if run.failed}
+    if not failed:
         return ""
-    total = sum(len(run.values) for run in runs)
-    rows = "; ".join(f"{label}: {len(found)}" for label, found in failed.items() if found)
+    total, rows = sum(len(run.values) for run in runs), "; ".join(f"{label}: {n}" for label, n in failed.items())
     return (
-        f"\n**Constant networks: {len(values)} of {total}.** They predict one class for all images (accuracy "
-        f"{', '.join(sorted({f'{value:.4f}' for value in values}))} %): their training failed ({rows}). Verdicts on "
-        "these rows are void until the runs are repeated.\n"
+        f"\n**Constant networks: {sum(failed.values())} of {total}.** They predict one class for all images, so their "
+        f"training failed ({rows}). No claim is judged by these rows.\n"
     )
 
 
@@ -199,7 +208,7 @@ def _head(name: str, quantity: Quantity, with_over: bool) -> str:
 
 def _plain(quantity: Quantity) -> str:
     """Return a mean with its interval, without the unit."""
-    return str(quantity).removesuffix("" if quantity.unit == "1" else f" {quantity.unit}")
+    return str(replace(quantity, unit="1"))
 
 
 def _row(cells: Sequence[str]) -> str:

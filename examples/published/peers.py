@@ -178,8 +178,9 @@ RESULTS = (
         "ckatorch and pytorch-cka",
         "Similarity of digit networks (CKA)",
         _cka,
-        (Claim("Linear CKA agrees.", "computed with ours", _agree),),
+        (Claim("Linear CKA agrees.", "", _agree),),
         (DIGITS,),
+        sizes=("",),
     ),
     Result(
         "peers-products",
@@ -188,10 +189,10 @@ RESULTS = (
         "Hessian products and top eigenvalue",
         _products,
         (
-            Claim("Products and eigenvalues agree.", "computed with ours", lambda q: _agree(q, 1e-6)),
+            Claim("Products and eigenvalues agree.", "", lambda q: _agree(q, 1e-6)),
             Claim(
                 "A product takes no longer than the peers' (ratio at most 1.1).",
-                "timed with ours",
+                "",
                 lambda q: together(*(within(one, 0, 1.1) for label, one in q.items() if "time" in label)),
             ),
         ),
@@ -200,6 +201,7 @@ RESULTS = (
             "Two Lanczos processes with separate tolerances: hence 1e-6. Ours keeps the gradient's graph "
             "between products; the others rebuild it."
         ),
+        sizes=("",),
     ),
     Result(
         "peers-laplace",
@@ -207,7 +209,8 @@ RESULTS = (
         "laplace-torch",
         "Evidence of a small regression (Laplace, Kronecker factors)",
         _laplace,
-        (Claim("Log marginal likelihoods agree.", "computed with ours", _agree),),
+        (Claim("Log marginal likelihoods agree.", "", _agree),),
         (_REGRESSORS,),
+        sizes=("relative difference",),
     ),
 )

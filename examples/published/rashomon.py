@@ -205,6 +205,7 @@ RESULTS = (
                 ("--data=DigitsDataModule", "--model.zoo={zoo-digits}/zoo", "--model.members=[0,1,2,3,4]"),
             ),
         ),
+        sizes=("train loss over", "share"),
     ),
     Result(
         "ensembles-fge",

@@ -13,7 +13,21 @@ from helpers import assert_refused
 
 import papers
 from published import RESULTS, core
-from published.core import Claim, Quantity, Result, Run, Source, Verdict, below, file_of, finish, together, within
+from published.core import (
+    Claim,
+    Quantity,
+    Result,
+    Run,
+    Source,
+    Verdict,
+    below,
+    file_of,
+    finish,
+    judged,
+    no_more_than,
+    together,
+    within,
+)
 from published.page import DOCS, pages, refreshed
 
 FOUND = refreshed()
@@ -35,9 +49,9 @@ def test_page_and_files_are_those_of_the_definitions():
 def test_every_figure_is_on_the_page_of_its_source():
     texts = pages(FOUND)
     for (name, _), one in FOUND.items():
-        source = next(result.source for result in RESULTS if result.name == name)
-        for quantity in core.quantities_of(one):
-            assert core.short(quantity.mean) in texts[DOCS / "results" / f"{source}.md"], quantity.label
+        result = next(result for result in RESULTS if result.name == name)
+        for quantity in core.quantities_of(result, one):
+            assert core.short(quantity.mean) in texts[DOCS / "results" / f"{result.source}.md"], quantity.label
 
 
 def test_page_names_networks_that_are_no_better_than_one_class():
@@ -146,14 +160,56 @@ def test_verdicts_come_from_intervals():
     assert below(low, noisy).word == "not decided"
     assert within(low, -3, 7).word == "agrees"
     assert within(low, 1e-9, 7).word == "not decided"
-    assert within(low, 0, 7).word == "agrees"  # of sizes, whose intervals reach below 0
+    assert within(replace(low, bounds=core.SIZE), 0, 7).word == "agrees"  # a size, whose interval ends at 0
     assert within(low, -0.2, 7).reason.endswith("; required: between -0.200 and 7.00")
     assert within(low, 5, 7).word == "disagrees"
     yes, no = Verdict("agrees", "a"), Verdict("disagrees", "b")
     assert together(yes, no) == Verdict("partly", "a; b")
     assert together(no, no).word == "disagrees"
+    open_ = Verdict("not decided", "c")
+    assert together(no, open_).word == "disagrees"  # a decided part is not hidden by an open one
+    assert together(yes, open_).word == "partly"
+    assert together(Verdict("partly", "d"), no).word == "partly"
+    assert together(open_, open_).word == "not decided"
     assert_refused(lambda: low.less(Quantity("two", (1.0, 2.0), "nats", "2 seeds")), says="not of the same members")
     assert_refused(lambda: Quantity("none", (float("nan"),), "nats", "one run"), says="finite")
+
+
+def test_no_better_has_a_margin():
+    few, many = (Quantity(n, (x, x + 1, x + 2.1), "nats", "3 seeds") for n, x in (("few", 1.0), ("many", 1.2)))
+    assert no_more_than(many, few, 0.5).word == "agrees"  # more by 0.2, which is within the margin
+    assert no_more_than(many, few, 0.1).word == "disagrees"
+    assert no_more_than(few, many, 0).word == "agrees"
+
+
+def test_intervals_end_at_the_bounds_of_their_quantity():
+    shares = Quantity("share", (99.5, 100.0, 96.0), "%", "3 seeds")
+    low, high = shares.interval
+    assert 80 < low < 96 and high == 100
+    assert within(shares, 80, 100).word == "agrees"
+    assert shares.less(shares).bounds == (-100, 100)
+    assert str(replace(shares, values=(10.0, 10.0, 10.0))) == "10.0 % in all 3"
+    assert_refused(lambda: Quantity("share", (101.0, 3.0), "%", "2 seeds"), says="must be in (0.0, 100.0)")
+
+
+def test_networks_that_have_not_learned_decide_nothing():
+    table = {result.name: result for result in RESULTS}["equivariance-table7"]
+    found = json.loads(file_of(table).read_text())
+    broken = json.loads(json.dumps(found).replace('"test accuracy, full"', '"test accuracy, of something else"'))
+    for one in (quantity for quantity in broken["quantities"] if quantity["unit"] == "%"):
+        one["values"] = [90.0 + index for index, _ in enumerate(one["values"])]
+    broken["quantities"].append(
+        {**found["quantities"][0], "label": "test accuracy, full", "values": [80.0, 10.0, 85.0]}
+    )
+    verdict = judged(table, broken)["claims"][0]
+    assert "void, as one network has not learned" in verdict["reason"]
+    assert verdict["verdict"] == "not decided"
+    for name, full in FOUND:
+        result = next(result for result in RESULTS if result.name == name)
+        if result.chance is not None and not full:
+            for quantity in core.quantities_of(result, FOUND[name, full]):
+                if quantity.label.startswith(core.ACCURACY):
+                    assert (quantity.failed > 0) == (min(quantity.values) <= result.chance)
 
 
 def test_an_interrupted_fit_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
