@@ -185,7 +185,8 @@ def test_no_better_has_a_margin():
 def test_intervals_end_at_the_bounds_of_their_quantity():
     shares = Quantity("share", (99.5, 100.0, 96.0), "%", "3 seeds")
     low, high = shares.interval
-    assert 80 < low < 96 and high == 100
+    assert 80 < low < 96
+    assert high == 100
     assert within(shares, 80, 100).word == "agrees"
     assert shares.less(shares).bounds == (-100, 100)
     assert str(replace(shares, values=(10.0, 10.0, 10.0))) == "10.0 % in all 3"
