@@ -31,6 +31,8 @@ def timed(
 ) -> Results:
     """Time variants in turn, after an uncounted round; return one :func:`row` per variant.
 
+    On a GPU a row also has ``peak_mib``, by how much the memory of tensors grows within a run of the uncounted round.
+
     Args:
         runs: The variants; one is called "plain".
         rounds: Number of counted rounds.
@@ -38,15 +40,23 @@ def timed(
         clock: Function that returns seconds; ``time.process_time`` for processor time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    peaks: dict[str, float] = {}
+    on_gpu = torch.cuda.is_available()
     for number in range(-1, rounds):
         for name, run in runs.items():
+            if on_gpu and number < 0:
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
             start = clock()
             run()
-            if torch.cuda.is_available():
+            if on_gpu:
                 torch.cuda.synchronize()
             if number >= 0:
                 seconds[name].append(clock() - start)
-    return [row(name, own, seconds["plain"], (work or {}).get(name, 1)) for name, own in seconds.items()]
+            elif on_gpu:
+                peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    rows = [row(name, own, seconds["plain"], (work or {}).get(name, 1)) for name, own in seconds.items()]
+    return [{**own, "peak_mib": peaks[own["variant"]]} if on_gpu else own for own in rows]
 
 
 def row(variant: str, seconds: list[float], plain: list[float], work: float = 1) -> dict[str, Any]:

@@ -8,18 +8,20 @@ import torch
 from device import DEVICE, OTHER_NUMBERS, SLOT, Generator, PretendTensor, Random
 
 aten = torch.ops.aten
-_LIBRARIES = []
+_LIBRARIES = []  # not empty: the pretend GPU is installed
 
 
 def real():
     """Whether this machine has a GPU: then nothing has to pretend, and the same scripts run on it.
 
-    Convolutions compute in full precision then, as results are compared with the CPU's, and the same each time, as
-    with the command line.
+    Convolutions compute in full precision then, as results are compared with the CPU's, and everything that can the
+    same each time, as resumed runs are compared bit for bit. That needs ``CUBLAS_WORKSPACE_CONFIG=:4096:8``.
     """
-    found = torch.cuda.is_available()
-    torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32 and not found
-    torch.backends.cudnn.deterministic = found
+    found = torch.cuda.is_available() and not _LIBRARIES
+    if found:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+        torch.use_deterministic_algorithms(True, warn_only=True)
     return found
 
 

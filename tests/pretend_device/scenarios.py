@@ -6,9 +6,11 @@ lists the places that wait for the device most often.
 
 import collections
 import contextlib
+import csv
 import functools
 import io
 import logging
+import math
 import os
 import re
 import sys
@@ -107,6 +109,14 @@ ROOMS = (lightning_sym, lightning_sym.callbacks, lightning_sym.datamodules)
 PACKAGES = tuple(f"{Path(room.__file__).parent}{os.sep}" for room in ROOMS)
 SCENARIOS = {}
 EVERYWHERE = collections.Counter()  # with PRETEND_TRACE, where the device was waited for
+# Settings of all runs, changed by tools/gpu_check.py.
+ACCELERATOR = "gpu"
+AGAINST_CPU = (
+    installation.real()
+)  # whether each run is repeated on the CPU: the numbers of the pretend GPU are the CPU's
+# Of what is logged: relative to its size, and at least. After a few steps of Adam rounding is as large as this.
+TOLERANCES = {"full": (0.02, 0.005), "half": (0.1, 0.03)}
+DIFFERENCES = []  # from the CPU, in the order found: the largest, in tolerances, with tag and both numbers
 
 
 def scenario(function):
@@ -141,7 +151,7 @@ def run(
     make_data,
     interrupt="1 1",
     waits=False,
-    accelerator="gpu",
+    accelerator=None,
     tests=True,
     **settings,
 ):
@@ -154,7 +164,7 @@ def run(
         make_data: Makes the data.
         interrupt: Where, see `fits.Interrupt`; None: nowhere.
         waits: Whether steps may wait for the device.
-        accelerator: Accelerator of the trainer.
+        accelerator: Accelerator of the trainer; default ``ACCELERATOR``, and then the CPU too if ``AGAINST_CPU``.
         tests: Whether the task has a test.
         settings: Settings of the trainer.
 
@@ -162,7 +172,7 @@ def run(
         The task of the uninterrupted run.
     """
 
-    def once(name, place="", resumed=None):
+    def once(name, place="", resumed=None, accelerator=accelerator or ACCELERATOR):
         torch.manual_seed(0)
         path = folder / name
         watch, task, data = Watch("cuda" if accelerator == "gpu" else "cpu"), make_task(), make_data()
@@ -183,6 +193,10 @@ def run(
         return task
 
     task = once("whole")
+    if AGAINST_CPU and accelerator is None:
+        once("cpu", accelerator="cpu")
+        precision = "half" if "16" in str(settings.get("precision")) else "full"
+        assert_near(folder / "cpu" / "metrics.csv", folder / "whole" / "metrics.csv", *TOLERANCES[precision])
     if interrupt is not None:
         with pytest.raises(RuntimeError, match="interrupted"):
             once("first", interrupt)
@@ -193,6 +207,36 @@ def run(
         for key in whole.keys() - {"loops", "callbacks"}:  # which hold folders, and counts of restarts
             assert_same(whole[key], second[key], key)
     return task
+
+
+def logged(file):
+    """Return what a run has logged by step and tag, but times and memory."""
+    if not file.exists():
+        return {}
+    with file.open() as rows:
+        return {
+            (row["step"], tag): float(value)
+            for row in csv.DictReader(rows)
+            for tag, value in row.items()
+            if value and not re.match("time|memory|step|epoch", tag)
+        }
+
+
+def assert_near(expected, found, relative, absolute):
+    """Check that losses agree, and that the same was logged; note the largest difference of anything else.
+
+    Accuracies, ranks and what depends on an assignment jump where a rounding decides.
+    """
+    expected, found = logged(expected), logged(found)
+    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
+    differences = [
+        (abs(number - found[key]) / (absolute + relative * abs(number)), *key, number, found[key])
+        for key, number in expected.items()
+        if number != found[key] and not (math.isnan(number) and math.isnan(found[key]))
+    ]
+    DIFFERENCES.append(max(differences, default=(0.0, "", "", 0.0, 0.0)))
+    far = [one for one in sorted(differences, reverse=True) if not one[0] <= 1 and "loss" in one[2]]
+    assert not far, f"{len(far)} losses differ from the CPU's: in tolerances, step, tag, CPU, here: {far[:4]}"
 
 
 # What the summary of a run says about files may be as long as their names are.
@@ -378,25 +422,26 @@ def zoo_diverging(folder):
     for execution in ("loop", "vmap"):
         tasks = [
             run(
-                folder / execution / accelerator,
+                folder / execution / f"on_{accelerator}",
                 lambda: ZooTask(perceptron(), members=3, execution=execution, optimizer=adam, keep="last"),  # noqa: B023
                 lambda path: [Poison()],
                 digits,
                 interrupt=None,
                 accelerator=accelerator,
             )
-            for accelerator in ("cpu", "gpu")
+            for accelerator in ("cpu", ACCELERATOR)
         ]
         expected, found = tasks
+        near = {"rtol": 1e-2, "atol": 2e-3} if AGAINST_CPU else {}  # where sums have another order
         assert found.stopped == expected.stopped
         assert found.stopped[1]["step"] == 4
         assert found.kept.keys() == expected.kept.keys()
         for number, record in expected.kept.items():
             assert found.kept[number]["epoch"] == record["epoch"]
             for name, value in record["state"].items():
-                torch.testing.assert_close(found.kept[number]["state"][name], value)
+                torch.testing.assert_close(found.kept[number]["state"][name].cpu(), value.cpu(), **near)
         for name, rows in expected.history.items():
-            torch.testing.assert_close(torch.tensor(found.history[name]), torch.tensor(rows), equal_nan=True)
+            torch.testing.assert_close(torch.tensor(found.history[name]), torch.tensor(rows), **near, equal_nan=True)
 
 
 # ---- stitching, rotation, matching
@@ -614,9 +659,10 @@ SCENARIOS |= {
 def equivalence_of_a_network_with_buffers(folder):
     """A teacher given as numbers stays where its network is, buffers and parameters together."""
     numbers = torch.cat([parameter.flatten() for parameter in myrtle().parameters()]).tolist()
-    for network in (myrtle(), myrtle().cuda()):
+    there = "cuda" if ACCELERATOR == "gpu" else "cpu"
+    for network in (myrtle(), myrtle().to(there)):
         task = EquivalenceTask(network, members=2, teacher=numbers)
-        with torch.device("cuda"):  # as Lightning calls it
+        with torch.device(there):  # as Lightning calls it
             task.configure_model()
         places = {tensor.device for tensor in (*network.buffers(), *task.teacher.parameters(), *task.teacher.buffers())}
         assert len(places) == 1, places
@@ -669,11 +715,14 @@ def averaged_weights(folder):
 def attempt(name):
     """Run a scenario in a folder of its own; return what it raised, or None."""
     said = io.StringIO()
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
         try:
             SCENARIOS[name](Path(folder))
         except Exception as error:
             return error
+        finally:  # a trainer leaves its own setting behind
+            torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
     return None
 
 
