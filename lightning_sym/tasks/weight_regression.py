@@ -21,13 +21,14 @@ class WeightRegressor(nn.Module):
     """An MLP with one hidden layer on the weights of networks; inputs ``[B, 2, P]``, outputs ``[B, 1]``.
 
     Features and outputs are standardised by means and standard deviations over the training data, so that all
-    predictors start near the mean target; constant features are only centred.
+    predictors start near the mean target; features that vary by less than 1e-5 of their size are only centred.
 
     Args:
         form: Which form of the weights is read.
         size: Number of weights, ``P``.
-        sizes: Numbers of entries of the tensors, if features are their statistics: mean, the roots of the second,
-            third and fourth central moment, minimum and maximum of each. None: features are the weights.
+        sizes: Numbers of entries of the tensors, if features are their statistics: mean, standard deviation, third
+            central moment over the variance, fourth root of the fourth, minimum and maximum of each. None: features are
+            the weights.
         hidden: Number of hidden units.
     """
 
@@ -54,9 +55,13 @@ class WeightRegressor(nn.Module):
         found = []
         for part in weights.split(self.sizes, -1):  # type: ignore[no-untyped-call]
             mean = part.mean(-1, keepdim=True)
-            moments = [(part - mean).pow(power).mean(-1, keepdim=True) for power in (2, 3, 4)]
-            roots = [own.sign() * own.abs().pow(1 / power) for power, own in zip((2, 3, 4), moments, strict=True)]
-            found += [mean, *roots, part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)]
+            square, cube, fourth = ((part - mean).pow(power).mean(-1, keepdim=True) for power in (2, 3, 4))
+            deviation = square.sqrt()
+            skew = cube / square.clamp_min(torch.finfo(part.dtype).tiny)
+            # Two entries have no third moment but rounding errors, which differ between devices.
+            skew = torch.where(skew.abs() > 1e-5 * deviation, skew, 0.0)
+            found += [mean, deviation, skew, fourth.sqrt().sqrt()]
+            found += [part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)]
         return torch.cat(found, -1)
 
     def standardize(self, inputs: Tensor, targets: Tensor) -> None:
@@ -64,7 +69,8 @@ class WeightRegressor(nn.Module):
         for name, values in (("", self.features(inputs)), ("target_", targets)):
             deviation = values.std(0, correction=0)
             self.get_buffer(f"{name}mean").copy_(values.mean(0))
-            self.get_buffer(f"{name}deviation").copy_(torch.where(deviation > 0, deviation, 1.0))
+            varies = deviation > 1e-5 * values.abs().amax(0)
+            self.get_buffer(f"{name}deviation").copy_(torch.where(varies, deviation, 1.0))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Predict the metric."""

@@ -74,7 +74,7 @@ def test_statistics_are_moments_and_extremes_of_each_tensor():
     mean, second, third, fourth, low, high, *other = regressor.features(inputs)[0].tolist()
     assert (mean, low, high) == (2.0, 1.0, 5.0)
     assert second == pytest.approx(3**0.5)  # deviations are -1, -1, -1 and 3
-    assert third == pytest.approx(6 ** (1 / 3))
+    assert third == pytest.approx(6 / 3)  # over the variance
     assert fourth == pytest.approx(21**0.25)
     assert other == [-2.0, 0.0, 0.0, 0.0, -2.0, -2.0]
 
@@ -153,3 +153,14 @@ def test_what_does_not_fit_is_refused(zoo, tmp_path):
     small = str(write_zoo(tmp_path / "zoo", other, digits(), [0.1, 0.2, 0.3]))
     says = ["takes weights of shape [2, 160], got [2, 235]", "use ZooWeightsDataModule with the zoo"]
     assert_refused(lambda: fit(WeightRegressionTask(small), weights(zoo)), says=says)
+
+
+def test_rounding_errors_are_no_features():
+    """Two entries have no third moment; its rounding errors would be as large as other features if standardised."""
+    regressor = WeightRegressor("raw", 2, [2], 2)
+    inputs = torch.randn(50, 2, 2, generator=torch.Generator().manual_seed(0)) + 3
+    assert torch.equal(regressor.features(inputs)[:, 2], torch.zeros(50))
+    constant = WeightRegressor("raw", 2, None, 2)
+    inputs[:, 0] = 0.1 + 1e-8 * inputs[:, 0]
+    constant.standardize(inputs, torch.arange(50.0)[:, None])
+    assert torch.equal(constant.deviation, torch.ones(2))
