@@ -56,11 +56,10 @@ class WeightRegressor(nn.Module):
         for part in weights.split(self.sizes, -1):  # type: ignore[no-untyped-call]
             mean = part.mean(-1, keepdim=True)
             square, cube, fourth = ((part - mean).pow(power).mean(-1, keepdim=True) for power in (2, 3, 4))
-            deviation = square.sqrt()
             skew = cube / square.clamp_min(torch.finfo(part.dtype).tiny)
             # Two entries have no third moment but rounding errors, which differ between devices.
-            skew = torch.where(skew.abs() > 1e-5 * deviation, skew, 0.0)
-            found += [mean, deviation, skew, fourth.sqrt().sqrt()]
+            skew = torch.where(skew.abs() > 1e-5 * part.abs().amax(-1, keepdim=True), skew, 0.0)
+            found += [mean, square.sqrt(), skew, fourth.sqrt().sqrt()]
             found += [part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)]
         return torch.cat(found, -1)
 
