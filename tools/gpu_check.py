@@ -24,8 +24,8 @@ enough time left, a part is listed as not run. The exit status is 1 if a check f
 
 import argparse
 import json
+import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -74,7 +74,7 @@ class Process:
         claims = self.folder / f"{self.part}-claims"
         claims.mkdir(exist_ok=True)
         script = Path(__file__).with_name("gpu_check_parts.py")
-        command = [sys.executable, script, self.part, self.device, self.lines, claims, self.only]
+        command = [sys.executable, *map(str, (script, self.part, self.device, self.lines, claims, self.only))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if self.part in ALONE:
             environment.pop("OMP_NUM_THREADS")
@@ -130,6 +130,10 @@ class Check:
         """Return the seconds left."""
         return self.budget - (time.monotonic() - self.start)
 
+    def limit(self, longest: float) -> float:
+        """Return the seconds of a part: at most ``longest`` on a GPU, all that are left elsewhere."""
+        return min(longest if self.device == "cuda" else math.inf, self.left() - 3)
+
     def run(self, parts: Sequence[str]) -> bool:
         """Run parts; return whether all passed."""
         for part in parts:
@@ -142,7 +146,7 @@ class Check:
             for part in [part for part in ALONE if part in parts]:
                 longest, least = ALONE[part]
                 if self.left() >= least:
-                    self.follow(Path(folder), [part], 1, min(longest, self.left() - 3))
+                    self.follow(Path(folder), [part], 1, self.limit(longest))
                 else:
                     print(f"{part}: not run, {self.left():.0f} s are left", flush=True)
         self.save()
@@ -152,7 +156,7 @@ class Check:
         """Run several parts at the same time, the numbers in several processes."""
         jobs = [part for part in parts if part != "numbers"]
         jobs += ["numbers"] * max(1, self.jobs - len(jobs)) * ("numbers" in parts)
-        self.follow(folder, jobs, self.jobs, min(LONGEST_TOGETHER, self.left() - 3))
+        self.follow(folder, jobs, self.jobs, self.limit(LONGEST_TOGETHER))
 
     def follow(self, folder: Path, waiting: list[str], jobs: int, limit: float) -> None:
         """Run processes, at most ``jobs`` at the same time, and read their reports; kill them after the limit."""
@@ -177,13 +181,15 @@ class Check:
                 running.remove(process)
                 if status in (0, BROKEN) and not over:
                     if status == BROKEN and tries > 0:  # the checks that no process has taken
-                        tries, _ = tries - 1, queue.append(process.part)
+                        tries -= 1
+                        queue.append(process.part)
                 elif over:
                     self.fail(process, f"not finished after {limit:.0f} s\n{process.tail()}")
                 else:
                     self.fail(process, f"the process ended with {status}\n{process.tail()}")
                     if process.current and tries > 0:
-                        tries, _ = tries - 1, queue.append(process.part)
+                        tries -= 1
+                        queue.append(process.part)
                 if process.part not in (each.part for each in running) and process.part not in queue:
                     self.end(process.part, start)
             if over:
@@ -302,7 +308,7 @@ def section(file: Path = OUT) -> str:
     if not results.exists():
         return "It has not been run on a GPU yet.\n"
     found = json.loads(results.read_text(encoding="utf-8"))
-    spent = statistics.fsum(part["seconds"] for part in found["parts"].values())
+    spent = math.fsum(part["seconds"] for part in found["parts"].values())
     if not spent:
         raise ValueError(f"{results} has no part that was run; run tools/gpu_check.py again.")
     text = f"Last run on {machine(found)} ([results](../benchmarks/results/{file.name}.md)).\n\n{outcomes(found)}"

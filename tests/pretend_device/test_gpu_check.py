@@ -19,7 +19,7 @@ def gpu_check(monkeypatch):
 def test_a_check_is_run_and_reported(gpu_check, tmp_path, capsys, monkeypatch):
     out = tmp_path / "found"
     options = ["--device", "cpu", "--only", "distributed", "zoo", "--check", "without a process group", "--jobs", "1"]
-    options += ["--budget", "70", "--out", str(out)]
+    options += ["--budget", "250", "--out", str(out)]
     monkeypatch.setattr(gpu_check, "ALONE", {"zoo": (80, 1000)})  # for which nothing is left
     assert gpu_check.main(options) == 1
     found = json.loads(out.with_suffix(".json").read_text())
