@@ -23,7 +23,8 @@ from _timing import Results, Runs, parser, result, run, timed
 from torch import Tensor
 
 from lightning_sym.networks import MyrtleCNN
-from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix, features_of, hsic
+from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix, features_of
+from lightning_sym.similarity.kernels import centre_, inner
 
 
 def clock(device: str) -> Any:
@@ -45,8 +46,9 @@ def plain_kernel(x: Tensor) -> Tensor:
 
 def plain_alignment(x: Tensor, y: Tensor) -> Tensor:
     """Return the alignment of two networks' features."""
-    k, m = plain_kernel(x), plain_kernel(y)
-    found = hsic(k, m, unbiased=True) / (hsic(k, k, unbiased=True) * hsic(m, m, unbiased=True)).sqrt()
+    kernels = torch.stack([plain_kernel(x), plain_kernel(y)]).double()
+    hsic = inner(*[torch.stack([centre_(kernel.clone(), unbiased=True) for kernel in kernels])] * 2, unbiased=True)
+    found: Tensor = hsic[0, 1] / (hsic[0, 0] * hsic[1, 1]).sqrt()
     return found
 
 

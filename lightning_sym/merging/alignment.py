@@ -1,5 +1,6 @@
 """Alignment of networks up to symmetry, and averages of aligned networks."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,10 +119,13 @@ def align(
     3. Otherwise it is matched with the whole group (:func:`weight_matching`). If its units are in order, the match is
        used only if it brings the squared distance below a tenth.
 
+    With ``how="weights"``, only step 3 is used, except for networks that are recognised up to rounding.
+
     In all cases a network stays unchanged if that is nearer. With "weights" or "auto", more than two networks, of
-    which some were moved, are then aligned in rounds until a round changes none. In random order, each moved network is
-    aligned to the average of the others, in the balanced gauge, starting from its current alignment. The rounds are
-    used if they reduce all distances to the average.
+    which some were moved by a search, are then aligned in rounds until a round changes none. In random order, each
+    moved network is aligned to the average of the others, in the balanced gauge, starting from its current alignment.
+    The rounds are used if they reduce all distances to the average. Networks that were recognised need no rounds: they
+    are in the order of the reference.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -173,16 +177,20 @@ def align(
         )
 
     with torch.no_grad(), unchecked():  # all others are copies
-        found = _Search(symmetry, networks, reference, copies)
+        found = _Search(symmetry, networks, reference, copies, seed=seed, device=device, scales=scales, signs=signs)
         if how == "auto":
-            found.leave_in_order(seed, device, scales=scales, signs=signs)
+            found.leave_in_order()
         elif how == "none":
             found.leave_all()
-        if unknown := set(found.open) - found.known.keys():
+        unknown = set(found.open) - found.known.keys()
+        if unknown:
             check_networks(symmetry, **{f"network {n}": networks[n] for n in {reference, *unknown}})
+        if how == "weights":
+            found.recognise_copies()
+        searched = set(found.open) - found.known.keys()
         if found.open:
             found.match_all(match, forced=how != "auto")
-        if how != "activations" and len(networks) > 2 and max_rounds > 1 and any(found.moved):
+        if how != "activations" and len(networks) > 2 and max_rounds > 1 and searched & set(found.moved):
             found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
     return found.alignment()
 
@@ -191,7 +199,7 @@ def aligned_without_search(
     symmetry: Symmetry,
     networks: Sequence[nn.Module],
     *,
-    max_rounds: int = 20,
+    how: Literal["auto", "weights"] = "auto",
     seed: int = 0,
     copies: NetworkFiles | None = None,
 ) -> Alignment | None:
@@ -200,7 +208,7 @@ def aligned_without_search(
     Args:
         symmetry: The symmetry of the architecture, possibly without its translations (``shifts=False``).
         networks: At least one; the first is the reference. Not changed.
-        max_rounds: As for :func:`align`.
+        how: As for :func:`align`.
         seed: As for :func:`align`.
         copies: As for :func:`align`.
 
@@ -213,12 +221,12 @@ def aligned_without_search(
     for number, network in enumerate(networks):
         check_architecture(symmetry, network, f"network {number}")
     with torch.no_grad(), unchecked():
-        found = _Search(symmetry, networks, 0, copies if copies is not None else NetworkFiles())
-        found.leave_in_order(seed, None, scales=True, translated=True)
-        if found.open and (found.open != list(found.known) or (len(networks) > 2 and max_rounds > 1)):
+        found = _Search(symmetry, networks, 0, copies or NetworkFiles(), seed=seed, translated=True)
+        found.leave_in_order() if how == "auto" else found.recognise_copies()
+        if found.open != list(found.known):
             return None
         if found.open:
-            found.match_all(None, forced=False)
+            found.match_all(None, forced=how != "auto")
     return found.alignment()
 
 
@@ -294,6 +302,11 @@ class _Search:
         networks: The given networks. Not changed.
         reference: Index of the network that stays unchanged.
         copies: Storage for moved networks.
+        seed: Seed of the order of groups, and of sketches.
+        device: As for :func:`weight_matching`.
+        scales: Whether scales, matrices and rotations may change.
+        signs: Whether signs may change.
+        translated: Whether there may be translations that the symmetry does not include.
 
     Attributes:
         networks: The current points of the orbits; unchanged networks are the given ones.
@@ -307,8 +320,25 @@ class _Search:
         known: Matches of networks with units that only moved, by index.
     """
 
-    def __init__(self, symmetry: Symmetry, networks: Sequence[nn.Module], reference: int, copies: NetworkFiles) -> None:
+    def __init__(
+        self,
+        symmetry: Symmetry,
+        networks: Sequence[nn.Module],
+        reference: int,
+        copies: NetworkFiles,
+        *,
+        seed: int,
+        device: torch.device | str | None = None,
+        scales: bool = True,
+        signs: bool = True,
+        translated: bool = False,
+    ) -> None:
         self.symmetry, self.given, self.reference, self.copies = symmetry, networks, reference, copies
+        self.target, self.seed, self.scales, self.signs = networks[reference], seed, scales, signs
+        self.device = torch.device(device) if device is not None else device_of(self.target)
+        self._sketched = functools.partial(
+            sketched, symmetry, symmetry.tensors(self.target), seed=seed, translated=translated
+        )
         self.networks = list(networks)
         self.elements = [symmetry.identity() for _ in networks]
         self.found, self.reasons = list(self.elements), [""] * len(networks)
@@ -336,101 +366,75 @@ class _Search:
     def leave_all(self) -> None:
         """Leave all networks unchanged."""
         for number in self.others:
-            distance = parameter_distance(self.given[self.reference], self.given[number])
+            distance = parameter_distance(self.target, self.given[number])
             self._leave(number, distance, "was not aligned")
 
-    def leave_in_order(
-        self,
-        seed: int,
-        device: torch.device | str | None,
-        *,
-        scales: bool,
-        signs: bool = True,
-        translated: bool = False,
-    ) -> None:
-        """Leave networks in the order of the reference that scales, matrices and rotations hardly bring nearer.
-
-        Args:
-            seed: Seed of the search, and of sketches.
-            device: As for :func:`weight_matching`.
-            scales: Whether scales, matrices and rotations may change.
-            signs: Whether signs may change.
-            translated: Whether there may be translations that the symmetry does not include.
-        """
-        symmetry, target = self.symmetry, self.given[self.reference]
+    def leave_in_order(self) -> None:
+        """Leave networks in the order of the reference that scales, matrices and rotations hardly bring nearer."""
         for number in self.others:
-            tensors = symmetry.tensors(target), symmetry.tensors(self.given[number])
-            found = sketched(symmetry, *tensors, seed=seed, translated=translated)
+            found = self._sketched(self.symmetry.tensors(self.given[number]))
             before = found.distance
             if before == 0:
                 self._leave(number, 0.0, "has the weights of the reference")
-            elif found.doubtful and self._recognise(number, before, seed, device, scales, signs, translated):
+            elif found.doubtful and self._recognise(number, before, self._suffices):
                 continue
-            elif math.isfinite(before) and (found.in_order or self._is_in_order(number, found.doubtful, seed, device)):
+            elif math.isfinite(before) and (found.in_order or self._is_in_order(number, found.doubtful)):
                 self.ordered.add(number)
-                if not scales or found.explained < _EXPLAINED:
+                if not self.scales or found.explained < _EXPLAINED:
                     reason = f"has its units in the order of the reference (distance {before:.4g})"
                     self._leave(number, before, reason)
 
-    def _recognise(
-        self,
-        number: int,
-        before: float,
-        seed: int,
-        device: torch.device | str | None,
-        scales: bool,
-        signs: bool,
-        translated: bool,
-    ) -> bool:
-        """Match a network with units that only moved, if it is one; see :meth:`leave_in_order`.
+    def recognise_copies(self) -> None:
+        """Match networks that equal the reference, up to rounding, but for the places of their units."""
+        for number in self.others:
+            before = parameter_distance(self.target, self.given[number])
+            if before == 0:
+                self._leave(number, 0.0, "has the weights of the reference")
+            elif math.isfinite(before):
+                self._recognise(number, before, lambda given, found: found.settled)
+
+    def _suffices(self, given: nn.Module, found: Recognised) -> bool:
+        """Return whether a recognised network is in order and hardly brought nearer by scales, matrices, rotations."""
+        if found.settled or self._keeps_order(found.element):
+            return found.settled
+        left = self._sketched(MovedTensors(self.symmetry.factors, found.element, self.symmetry.tensors(given)))
+        return left.in_order and (not self.scales or left.explained < _EXPLAINED)
+
+    def _recognise(self, number: int, before: float, suffices: Callable[[nn.Module, Recognised], bool]) -> bool:
+        """Match a network with units that only moved, if it is one.
 
         Args:
             number: Index of the network.
             before: Its distance to the reference.
-            seed: See there.
-            device: See there.
-            scales: See there.
-            signs: See there.
-            translated: See there.
+            suffices: Whether the network, moved so, needs no search.
         """
-        symmetry, target, given = self.symmetry, self.given[self.reference], self.given[number]
-        where = torch.device(device) if device is not None else device_of(target)
-        freedom = FREEDOM if scales else ("permutations", "blocks")
-
-        def suffices(found: Recognised) -> bool:
-            if found.settled or self._keeps_order(found.element):
-                return found.settled
-            moved = MovedTensors(symmetry.factors, found.element, symmetry.tensors(given))
-            left = sketched(symmetry, symmetry.tensors(target), moved, seed=seed, translated=translated)
-            return left.in_order and (not scales or left.explained < _EXPLAINED)
-
-        candidates = recognised(symmetry, target, given, signs=signs, device=where, seed=seed, freedom=freedom)
-        found = next(filter(suffices, candidates), None)
+        symmetry, given = self.symmetry, self.given[number]
+        freedom = FREEDOM if self.scales else ("permutations", "blocks")
+        candidates = recognised(
+            symmetry, self.target, given, signs=self.signs, device=self.device, seed=self.seed, freedom=freedom
+        )
+        found = next((own for own in candidates if suffices(given, own)), None)
         candidates.close()  # it holds a copy of the network
         give_back_memory()
         if found is None:
             return False
         network = self.copies.copy(given, symmetry.moved_tensors(found.element, given))
-        after = parameter_distance(target, network)
+        after = parameter_distance(self.target, network)
         if not after < before:
             return False
         objective = found.objective
         self.known[number] = Match(found.element, objective, 1, objective[-1:], network, before, after, "weights")
         return True
 
-    def _is_in_order(self, number: int, doubtful: frozenset[int], seed: int, device: torch.device | str | None) -> bool:
+    def _is_in_order(self, number: int, doubtful: frozenset[int]) -> bool:
         """Test whether matching a network, without scales, permutes no unit or head and flips no sign.
 
         Args:
             number: Index of the network.
             doubtful: Indices of the groups that may move; the others keep their order.
-            seed: Seed of the order of groups.
-            device: Device for the gains.
         """
-        symmetry, target = self.symmetry, self.given[self.reference]
-        where = torch.device(device) if device is not None else device_of(target)
-        compared = comparable(symmetry, target, self.given[number], balance=False)
-        descent = Descent(compared, signs=True, device=where, freedom=("permutations", "blocks"))
+        compared = comparable(self.symmetry, self.target, self.given[number], balance=False)
+        descent = Descent(compared, signs=True, device=self.device, freedom=("permutations", "blocks"))
         for group in descent.groups:
             gain = descent.gain(group) if group.index in doubtful and group.assigned else None
             if gain is not None and gain.parts and within_cells(group, Tables(gain)).moves:
@@ -439,7 +443,7 @@ class _Search:
             if doubtful & system.groups.keys():
                 doubtful = doubtful | system.groups.keys()
         descent.hold({group.index: () for group in descent.groups if group.index not in doubtful}, {})
-        found = descend(descent, restarts=1, seed=seed, max_sweeps=1)
+        found = descend(descent, restarts=1, seed=self.seed, max_sweeps=1)
         return self._keeps_order(compared.back(found.element))
 
     def _keeps_order(self, element: Element) -> bool:
@@ -511,7 +515,7 @@ class _Search:
         symmetry, generator = self.symmetry, torch.Generator().manual_seed(seed)
         able = self.moved
         identity, matched = symmetry.identity(), tuple(self.elements)
-        gauge = balanced(symmetry, self.given[self.reference])[1] if balance else identity
+        gauge = balanced(symmetry, self.target)[1] if balance else identity
         starts = [self.copies.keep(symmetry.act(gauge, own)) if balance else own for own in self.networks]
         moving, steps = list(starts), [identity for _ in starts]
         spread = _spread(moving)
@@ -544,7 +548,7 @@ class _Search:
         if spread < self.spreads[-1]:
             self.elements, self.networks = elements, networks
             for number in self.moved:
-                after = parameter_distance(self.given[self.reference], networks[number])
+                after = parameter_distance(self.target, networks[number])
                 self.distances[number] = self.distances[number][0], after
         self.spreads.append(min(spread, self.spreads[-1]))
 

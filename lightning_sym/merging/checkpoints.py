@@ -348,20 +348,21 @@ def _alignment_of(
     trace = functools.partial(
         trace_symmetry, networks[0], *example.positional, output=example.output, **example.keywords
     )
+    how: How = "weights" if align_only and align == "auto" else align
     rounds = 1 if asked.has_base or align_only else 20
     find = functools.partial(
         aligned_networks,
         networks=networks,
-        how="weights" if align_only and align == "auto" else align,
+        how=how,
         batches=batches,
         seed=seed,
         copies=copies,
         max_rounds=rounds,
     )
-    quick = functools.partial(aligned_without_search, max_rounds=rounds, seed=seed, copies=copies)
-    if align in ("auto", "none") and not align_only:
+    quick = functools.partial(aligned_without_search, networks=networks, seed=seed, copies=copies)
+    if how != "activations":
         symmetry = trace(check=False, shifts=False)
-        aligned = find(symmetry) if align == "none" else quick(symmetry, networks)
+        aligned = find(symmetry) if how == "none" else quick(symmetry, how=how)
         if aligned is not None:
             largest, unchanged = _largest_change(symmetry, aligned, networks)
             if unchanged:

@@ -98,8 +98,8 @@ class OrbitDirections:
         for factor in self.symmetry.factors:
             own = factor.coordinates()
             if own.keys() & given.keys():
-                zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in own.items()}
-                parts[factor.name] = factor.at({name: given.get(name, zero) for name, zero in zeros.items()})
+                zeros = {name: torch.zeros(own[name], dtype=torch.float64) for name in own.keys() - given.keys()}
+                parts[factor.name] = factor.at({**given, **zeros})
         return self.symmetry.identity().replaced(**parts)
 
     def restricted(self, element: Element) -> Element:

@@ -12,10 +12,11 @@ from lightning_sym.orbit.directions import KINDS, OrbitDirections
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factor, members
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+from lightning_sym.symmetry.views import FixedTensors
 
 Function = Callable[..., Tensor]
 
@@ -49,6 +50,7 @@ class OrbitProblem:
         self.sign, self.budget, self.condition = sign, math.inf, math.inf
         self._identity = symmetry.identity()
         self._state, self._places = state_tensors(network), first_names(network)
+        self._fixed = FixedTensors(symmetry.tensors(network))
         self._parameters = {name for name, _ in network.named_parameters()}
         self._moving = set(symmetry.structure.moving)
         self._pieces = Charts(pieces=symmetry.structure.charts.pieces)  # added numbers have no derivative
@@ -57,7 +59,8 @@ class OrbitProblem:
 
     def view(self, element: Element) -> View:
         """Return the network at a point of the orbit."""
-        tensors = self.symmetry.act_on(element, self._state)
+        moved = self.symmetry.acted(element, self._fixed)
+        tensors = dict(uncharted(moved.items(), self.symmetry.structure.charts, self._state))
         parameters, buffers = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in tensors.items():
             own = tensor.detach()

@@ -1,17 +1,15 @@
 """Similarity of two networks' representations up to a symmetry group."""
 
-from lightning_sym.similarity.cka import CKA, ChannelStatistics, CKAMatrix
+from lightning_sym.similarity.cka import CKA, Link
 from lightning_sym.similarity.features import Features, features_of
-from lightning_sym.similarity.kernels import gram, hsic
+from lightning_sym.similarity.kernels import gram
 from lightning_sym.similarity.matrix import SimilarityMatrix
 from lightning_sym.similarity.measures import Layer, Measure
-from lightning_sym.similarity.population import Link, PopulationSimilarity
+from lightning_sym.similarity.population import PopulationSimilarity
 from lightning_sym.similarity.procrustes import GroupProcrustes, OrthogonalProcrustes
 
 __all__ = [
     "CKA",
-    "CKAMatrix",
-    "ChannelStatistics",
     "Features",
     "GroupProcrustes",
     "Layer",
@@ -22,5 +20,4 @@ __all__ = [
     "SimilarityMatrix",
     "features_of",
     "gram",
-    "hsic",
 ]

@@ -1,16 +1,15 @@
-"""Centred kernel alignment, of two layers or of all pairs of layers."""
+"""Centred kernel alignment, of two layers or of all layers of several networks."""
 
-import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.similarity.features import Axes, Features, SimilarityMetric, check_pair, undefined
 from lightning_sym.similarity.kernels import Kernel, centre_, centred_columns, gram, inner, linear_hsic, standardized
@@ -21,7 +20,6 @@ Side: TypeAlias = Tensor | list[Tensor]  # centred kernels of all layers, or the
 
 # Largest size of features with fourth powers, and sums of many of them, in the range of a dtype.
 _REACH = {torch.float32: 1e6, torch.float64: 1e70}
-_EMPTY = torch.zeros(0, 1, 1)
 _FEWEST = {"unbiased": 4, "biased": 2, "minibatch": 4}  # samples
 
 
@@ -48,14 +46,7 @@ class Alignment:
         """Test whether a product of features is cheaper than a kernel: few numbers per sample."""
         return self.kernel == "linear" and all(layer[0].numel() <= len(layer) for layer in layers)
 
-    def side(
-        self,
-        layers: Iterable[Tensor],
-        count: int,
-        *,
-        small: bool,
-        statistics: Sequence["ChannelStatistics"] | None = None,
-    ) -> tuple[Side, Tensor]:
+    def side(self, layers: Iterable[Tensor], count: int, *, small: bool) -> tuple[Side, Tensor]:
         """Prepare the layers of one network for comparison, and compute the criterion of each with itself.
 
         Args:
@@ -63,7 +54,6 @@ class Alignment:
             count: Number of layers.
             small: Whether to return centred features, each of shape ``[N, D]``, instead of kernels ``[count, N, N]``;
                 float64.
-            statistics: Channel statistics of each layer; default computed from its features.
         """
         scale = self.normalize == "channel"
         made: list[Tensor] = []
@@ -72,8 +62,7 @@ class Alignment:
         for place, layer in enumerate(layers):
             layer = _multipliable(layer)
             if scale or self.kernel != "linear":
-                given = None if statistics is None else _of_channels(statistics[place])
-                layer = standardized(layer, scale=scale, given=given)
+                layer = standardized(layer, scale=scale)
             if self.kernel == "linear":
                 rows, floor = centred_columns(layer)
                 floors.append(floor)
@@ -102,19 +91,10 @@ class Alignment:
             [torch.stack([linear_hsic(one, two, unbiased=self.unbiased) for two in theirs]) for one in ours]
         )
 
-    def criteria(
-        self,
-        x: Sequence[Tensor],
-        y: Sequence[Tensor],
-        statistics: tuple[Sequence["ChannelStatistics"], Sequence["ChannelStatistics"]] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def criteria(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the criteria of all pairs of layers, and of each layer with itself; float64."""
         small = self.small([*x, *y])
-        given = (None, None) if statistics is None else statistics
-        (ours, within_x), (theirs, within_y) = (
-            self.side(layers, len(layers), small=small, statistics=own)
-            for layers, own in zip((x, y), given, strict=True)
-        )
+        (ours, within_x), (theirs, within_y) = (self.side(layers, len(layers), small=small) for layers in (x, y))
         return self.between(ours, theirs), within_x, within_y
 
 
@@ -144,159 +124,193 @@ def alignments(between: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(norms > 0, between / norms.sqrt(), math.nan)
 
 
-class CKAMatrix(SimilarityMetric):
-    r"""Centred kernel alignment of every layer of one network with every layer of another.
+class Link(NamedTuple):
+    """Two networks to compare.
 
-    As :class:`CKA`, with each layer's kernel computed once.
-
-    Args:
-        first: Number of layers of the first network, >= 1.
-        second: Number of layers of the second network, >= 1.
-        kernel: As for :class:`CKA`.
-        estimator: As for :class:`CKA`.
-        normalize: As for :class:`CKA`.
-        bandwidth: As for :class:`CKA`.
-        statistics: As for :class:`CKA`, for each layer of either network.
-        axes: The axes of the channels, for each layer of either network; by default 1 for all.
-
-    Raises:
-        ValueError: If an argument is unknown or out of range, or ``update`` gets features that do not match.
+    Attributes:
+        first: Name of the first network.
+        second: Name of the second network.
+        shuffled: Whether the second network receives shuffled images, as a baseline without similarity.
     """
 
+    first: str
+    second: str
+    shuffled: bool = False
+
+
+class LinkedCKA(SimilarityMetric):
+    """Centred kernel alignment of all layers of linked networks, with each layer's kernel computed once.
+
+    Args:
+        alignment: The kernels and the criterion.
+        first: Names of the layers of networks that are first in links.
+        second: Names of the layers of networks that are second in links.
+        links: The pairs of networks.
+        short: Whether batches smaller than the first count, for ``minibatch``; those of fewer than 4 samples never do.
+
+    Raises:
+        ValueError: If a network is first and second in links, with different layers.
+    """
+
+    displacements: list[Tensor] | Tensor
     between: Tensor
-    within_x: Tensor
-    within_y: Tensor
     batches: Tensor
 
     def __init__(
         self,
-        first: int,
-        second: int,
-        kernel: Kernel = "linear",
+        alignment: Alignment,
+        first: Sequence[str],
+        second: Sequence[str],
+        links: Sequence[Link],
         *,
-        estimator: Estimator = "unbiased",
-        normalize: Normalize | None = None,
-        bandwidth: float | None = None,
-        statistics: tuple[Sequence["ChannelStatistics"], Sequence["ChannelStatistics"]] | None = None,
-        axes: tuple[Sequence[Axes], Sequence[Axes]] | None = None,
+        short: bool = True,
     ) -> None:
         super().__init__()
-        normalize = normalize or ("none" if kernel == "linear" else "channel")
-        for name, value, allowed in (
-            ("kernel", kernel, get_args(Kernel)),
-            ("estimator", estimator, get_args(Estimator)),
-            ("normalize", normalize, get_args(Normalize)),
-        ):
-            if value not in allowed:
-                raise ValueError(unknown(name, value, allowed))
-        if bandwidth is not None:
-            check_numbers("> 0", bandwidth=bandwidth)
-        if estimator == "minibatch" and normalize == "channel" and statistics is None:
-            raise ValueError(
-                "channels' means and norms within one batch depend on the rest of the batch; pass the statistics of a "
-                'pass over the data, or normalize="none".'
-            )
-        check_integers(first=first, second=second)
-        self.kernel, self.estimator, self.normalize, self.bandwidth = kernel, estimator, normalize, bandwidth
-        self.alignment = Alignment(kernel, estimator, normalize, bandwidth)
-        self._statistics = (statistics,)  # in a tuple, which keeps it out of the metric's state
-        self._axes = axes or ([1] * first, [1] * second)
-        self._layers = first, second
-        self._first_size: int | None = None  # number of samples in the first batch
-        self._shapes: list[tuple[int, ...]] | None = None  # shapes of the layers' features, without samples
-        if estimator == "minibatch":
-            # Pairs of layers first, then the layers of either network with themselves.
-            for name, shape in {"between": (first, second), "within_x": (first,), "within_y": (second,)}.items():
-                self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
-            self.add_state("batches", torch.zeros(2, dtype=torch.int64), dist_reduce_fx="sum")
-        else:
-            for name in chain(*self._kept()):
-                self.add_state(name, [], dist_reduce_fx="cat")
+        self.alignment, self.links = alignment, tuple(links)
+        self.layers: dict[str, tuple[str, ...]] = {}
+        for link in links:
+            for network, names in ((link.first, first), (link.second, second)):
+                if self.layers.setdefault(network, tuple(names)) != tuple(names):
+                    raise ValueError(f"{network} is first and second in links, with different layers.")
+        self._least = None if short else 0  # samples of a batch that counts; 0 before the first batch
+        self._shapes: dict[tuple[str, str], tuple[int, ...]] = {}  # of the layers' features, without samples
+        self._streamed = alignment.estimator == "minibatch"
+        if self._streamed:
+            shape = (len(links), len(first), len(second))
+            self.add_state("between", torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+            for number, names in enumerate(self.layers.values()):
+                own = torch.zeros(len(names), dtype=torch.float64)
+                self.add_state(f"within{number}", own, dist_reduce_fx="sum")
+            self.add_state("batches", torch.tensor(0), dist_reduce_fx="sum")
+            return
+        self._states = {
+            (network, layer): f"kept{number}_{place}"
+            for number, (network, names) in enumerate(self.layers.items())
+            for place, layer in enumerate(names)
+        }
+        self._shuffles = any(link.shuffled for link in links)
+        for name in (*self._states.values(), *(["displacements"] if self._shuffles else [])):
+            self.add_state(name, [], dist_reduce_fx="cat")
 
-    def _kept(self) -> tuple[list[str], list[str]]:
-        """Return the names of the states that hold the features of each network's layers."""
-        return [f"x{i}" for i in range(self._layers[0])], [f"y{j}" for j in range(self._layers[1])]
-
-    def update(self, x: Sequence[Tensor | Features], y: Sequence[Tensor | Features]) -> None:
-        """Add a batch of features of both networks, from the same inputs in the same order.
+    def update(self, features: Mapping[str, Mapping[str, Features]], order: Tensor | None = None) -> None:
+        """Add a batch of features of all networks, from the same inputs in the same order.
 
         Args:
-            x: Features of the first network by layer, samples first; floating, finite.
-            y: Features of the second network.
+            features: Features by the names of networks and layers.
+            order: Permutation of the batch for shuffled second networks. Shape ``[N]``, int64.
 
         Raises:
-            TypeError: If a dtype is not floating.
-            ValueError: If shapes do not match, or a value is not finite.
+            ValueError: If the features do not match.
         """
-        for name, features, expected in zip("xy", (x, y), self._layers, strict=True):
-            if len(features) != expected:
-                raise ValueError(f"{name} has {len(features)} layers; expected {expected}.")
-        ours, theirs = (
-            [f if isinstance(f, Features) else Features(f, axis, name) for f, axis in zip(features, axes, strict=True)]
-            for name, features, axes in zip("xy", (x, y), self._axes, strict=True)
-        )
-        samples, layers = len(ours[0]), [*ours, *theirs]
-        for layer in layers:
-            check_pair(ours[0], layer)
-        shapes = [tuple(layer.channels.shape[1:]) for layer in layers]
-        if self._shapes not in (None, shapes):
+        layers = {network: [features[network][name] for name in names] for network, names in self.layers.items()}
+        every = list(itertools.chain.from_iterable(layers.values()))
+        for layer in every:
+            check_pair(every[0], layer)
+        keys = [(network, name) for network, names in self.layers.items() for name in names]
+        shapes = {key: tuple(layer.channels.shape[1:]) for key, layer in zip(keys, every, strict=True)}
+        if self._shapes and self._shapes != shapes:
             raise ValueError(
-                f"features have the shapes {shapes} (channels, positions); expected {self._shapes}, as before."
+                f"features have the shapes {[*shapes.values()]} (channels, positions); expected "
+                f"{[*self._shapes.values()]}, as before."
             )
         self._shapes = shapes
-        if self.estimator != "minibatch":
-            for name, layer in zip(chain(*self._kept()), layers, strict=True):
-                getattr(self, name).append(layer.channels.clone())
+        samples = len(every[0])
+        here = torch.arange(samples, device=every[0].channels.device)
+        order = here if order is None else order.to(here.device)
+        if not self._streamed:
+            for (network, name), state in self._states.items():
+                getattr(self, state).append(features[network][name].channels.clone())
+            if self._shuffles:
+                assert isinstance(self.displacements, list)
+                self.displacements.append(order - here)  # not positions, which change when batches are concatenated
             return
-        self._first_size = self._first_size or samples
-        used = samples >= max(self.alignment.fewest, self._first_size)
-        self.batches += torch.tensor([used, not used], device=self.batches.device)
-        if used:
-            (statistics,) = self._statistics
-            between, within_x, within_y = self.alignment.criteria(
-                [layer.channels for layer in ours], [layer.channels for layer in theirs], statistics
+        if self._least == 0:
+            self._least = samples
+        if samples >= max(self.alignment.fewest, self._least or 0):
+            held = {(name, place): layer.channels for name, own in layers.items() for place, layer in enumerate(own)}
+            between, within = self._criteria(
+                lambda network, place: held[network, place], order, small=self.alignment.small(held.values())
             )
-            self.between += between
-            self.within_x += within_x
-            self.within_y += within_y
+            self.between += torch.stack(between)
+            for number, name in enumerate(self.layers):
+                getattr(self, f"within{number}").add_(within[name])
+            self.batches += 1
+
+    def _criteria(
+        self, layer: Callable[[str, int], Tensor], order: Tensor, *, small: bool
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Return the criteria of the layers of each link, and of each network's layers with themselves.
+
+        Args:
+            layer: Returns the features of a network's layer, by index; only one is in memory at a time.
+            order: Order of the samples of shuffled networks.
+            small: As for :meth:`Alignment.side`.
+        """
+        sides: dict[str, Side] = {}
+        within: dict[str, Tensor] = {}
+        for network, names in self.layers.items():
+            layers = (layer(network, place) for place in range(len(names)))
+            sides[network], within[network] = self.alignment.side(layers, len(names), small=small)
+        between = []
+        for link in self.links:
+            theirs = sides[link.second]
+            if link.shuffled and isinstance(theirs, Tensor):  # a kernel's rows and columns are samples
+                theirs = theirs[:, order][:, :, order]
+            elif link.shuffled:
+                theirs = [one[order] for one in theirs]
+            between.append(self.alignment.between(sides[link.first], theirs))
+        return between, within
 
     def compute(self) -> Tensor:
-        """Return the alignments. Shape ``[first, second]`` (none for a single pair: torchmetrics), float64, at most 1.
+        """Return the alignments. Shape ``[links, layers of the first, layers of the second]``, float64, at most 1.
 
         The value is NaN, with a warning about the reason, if there are too few samples or features are the same for all
         inputs.
         """
-        if self.estimator == "minibatch":
-            between, x, y = self.between, self.within_x, self.within_y
-            if not int(self.batches[0]):
-                return self._undefined(f"none of {int(self.batches[1])} batches had 4 samples or more.")
+        if self._streamed:
+            within = {name: getattr(self, f"within{number}") for number, name in enumerate(self.layers)}
+            between, samples = list(self.between), self.alignment.fewest if int(self.batches) else 0
         else:
-            ours, theirs = ([self._whole(name) for name in names] for names in self._kept())
-            if len(ours[0]) < self.alignment.fewest:
-                needed = self.alignment.fewest
-                return self._undefined(f"the {self.estimator} estimator needs {needed} samples, got {len(ours[0])}.")
-            between, x, y = self.alignment.criteria(ours, theirs)
-        for name, own in (("x", x), ("y", y)):
-            constant = (own <= 0).nonzero().flatten().tolist()
-            if constant:
-                undefined(f"the features of {name} at the layers {constant} are the same for all inputs.")
-        return alignments(between, x, y)
+            any_layer = self._whole(next(iter(self._states.values())))
+            samples = len(any_layer)
+            if samples >= self.alignment.fewest:
+                order = torch.arange(samples, device=any_layer.device)
+                order = order + self._whole("displacements") if self._shuffles else order
+                small = self.alignment.kernel == "linear" and self._widest() <= samples
+                between, within = self._criteria(self._layer, order, small=small)
+        if samples < self.alignment.fewest:
+            reason = f"the {self.alignment.estimator} estimator needs {self.alignment.fewest} samples, got {samples}."
+            first, second = (len(self.layers[name]) for name in self.links[0][:2])
+            return undefined(reason).expand(len(self.links), first, second).clone()
+        for name, own in within.items():
+            if constant := [self.layers[name][place] for place in (own <= 0).nonzero().flatten().tolist()]:
+                undefined(f"the features of {name} at {', '.join(constant)} are the same for all inputs.")
+        return torch.stack(
+            [
+                alignments(one, within[link.first], within[link.second])
+                for one, link in zip(between, self.links, strict=True)
+            ]
+        )
+
+    def _layer(self, network: str, place: int) -> Tensor:
+        return self._whole(self._states[network, self.layers[network][place]])
+
+    def _widest(self) -> int:
+        """Return the largest number of features per sample."""
+        states = [getattr(self, name) for name in self._states.values()]
+        return max((state if isinstance(state, Tensor) else state[0])[0].numel() for state in states)
 
     def _whole(self, name: str) -> Tensor:
-        """Return the features of a layer in all batches. Shape ``[N, C, positions]``."""
         state = getattr(self, name)  # a tensor after synchronisation of processes
-        return state if isinstance(state, Tensor) else torch.cat(state) if state else _EMPTY
-
-    def _undefined(self, reason: str) -> Tensor:
-        return undefined(reason).expand(self._layers).clone()
+        return state if isinstance(state, Tensor) else torch.cat(state) if state else torch.zeros(0, dtype=torch.int64)
 
     def reset(self) -> None:
         """Reset the metric."""
         super().reset()
-        self._first_size = self._shapes = None
+        self._least, self._shapes = None if self._least is None else 0, {}
 
 
-class CKA(CKAMatrix):
+class CKA(LinkedCKA):
     r"""Centred kernel alignment: :math:`HSIC(K, L) / \sqrt{HSIC(K, K)\, HSIC(L, L)}` of kernels between samples.
 
     1 if both networks arrange the inputs in the same way, about 0 for unrelated features; the unbiased
@@ -321,10 +335,9 @@ class CKA(CKAMatrix):
         estimator: ``unbiased`` (Song et al. 2012), ``biased`` (Kornblith et al. 2019) or ``minibatch`` (Nguyen et al.
             2021).
         normalize: ``channel`` divides each channel by its norm over samples and positions; ``none`` does not. The
-            default depends on the kernel: none for ``linear``.
+            default depends on the kernel: none for ``linear``. ``minibatch`` takes ``none`` only, as norms within a
+            batch depend on the rest of the batch.
         bandwidth: ``h`` of the Laplace kernel, > 0; default the median distance of different samples.
-        statistics: Channel statistics of x and of y from a pass over the data, for ``minibatch`` with ``channel``:
-            norms within a batch would depend on the rest of the batch.
         axes: The axes of the channels of x and of y.
 
     Raises:
@@ -349,35 +362,26 @@ class CKA(CKAMatrix):
         estimator: Estimator = "unbiased",
         normalize: Normalize | None = None,
         bandwidth: float | None = None,
-        statistics: tuple["ChannelStatistics", "ChannelStatistics"] | None = None,
         axes: tuple[Axes, Axes] = (1, 1),
     ) -> None:
-        super().__init__(
-            1,
-            1,
-            kernel,
-            estimator=estimator,
-            normalize=normalize,
-            bandwidth=bandwidth,
-            statistics=statistics and ([statistics[0]], [statistics[1]]),
-            axes=([axes[0]], [axes[1]]),
-        )
-
-    def of_layers(self, first: int, second: int) -> CKAMatrix:
-        """Return the same measure for all pairs of layers; all layers have this metric's axes."""
-        (statistics,) = self._statistics
-        if statistics is not None:
-            raise ValueError("statistics belong to one layer; make a CKAMatrix with those of each layer.")
-        (x,), (y,) = self._axes
-        return CKAMatrix(
-            first,
-            second,
-            self.kernel,
-            estimator=self.estimator,
-            normalize=self.normalize,
-            bandwidth=self.bandwidth,
-            axes=([x] * first, [y] * second),
-        )
+        normalize = normalize or ("none" if kernel == "linear" else "channel")
+        for name, value, allowed in (
+            ("kernel", kernel, get_args(Kernel)),
+            ("estimator", estimator, get_args(Estimator)),
+            ("normalize", normalize, get_args(Normalize)),
+        ):
+            if value not in allowed:
+                raise ValueError(unknown(name, value, allowed))
+        if bandwidth is not None:
+            check_numbers("> 0", bandwidth=bandwidth)
+        if estimator == "minibatch" and normalize == "channel":
+            raise ValueError(
+                'channels\' means and norms within one batch depend on the rest of the batch; set normalize="none", or '
+                'estimator="unbiased".'
+            )
+        alignment = Alignment(kernel, estimator, normalize, bandwidth)
+        super().__init__(alignment, ["its layer"], ["its layer"], [Link("x", "y")], short=False)
+        self.axes = axes
 
     def update(self, x: Tensor | Features, y: Tensor | Features) -> None:  # type: ignore[override]
         """Add a batch of features of both networks, from the same inputs in the same order.
@@ -390,7 +394,10 @@ class CKA(CKAMatrix):
             TypeError: If a dtype is not floating.
             ValueError: If shapes do not match, or a value is not finite.
         """
-        super().update([x], [y])
+        given = zip("xy", (x, y), self.axes, strict=True)
+        super().update(
+            {name: {"its layer": f if isinstance(f, Features) else Features(f, axes, name)} for name, f, axes in given}
+        )
 
     def compute(self) -> Tensor:
         """Return the alignment, a 0-dimensional tensor, float64, at most 1.
@@ -398,56 +405,4 @@ class CKA(CKAMatrix):
         The value is NaN, with a warning about the reason, if there are too few samples or features are the same for all
         inputs.
         """
-        return super().compute()[0, 0]
-
-
-class ChannelStatistics(SimilarityMetric):
-    """Mean and norm of each channel over samples and positions of all batches.
-
-    Args:
-        axes: The axes of the channels.
-    """
-
-    higher_is_better = None
-
-    n: Tensor
-    mean: Tensor
-    square: Tensor
-
-    def __init__(self, axes: Axes = 1) -> None:
-        super().__init__()
-        self.axes = axes
-        for name, shape in {"n": (), "mean": (0,), "square": (0,)}.items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx=None)
-
-    def update(self, x: Tensor) -> None:
-        """Add a batch of features: samples first; floating, finite."""
-        features = Features(x, self.axes, "x")
-        n = torch.tensor(float(len(features) * features.positions), dtype=torch.float64, device=x.device)
-        batch = n, features.mean(), features.squares()
-        self.n, self.mean, self.square = _together(self._moments(), batch) if self.n else batch
-
-    def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.n, self.mean, self.square
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Return the channel means, and the norms after subtracting them.
-
-        Returns:
-            Each of shape ``[C]`` (none for one channel: torchmetrics), float64.
-        """
-        moments = self._moments()
-        if self.n.ndim:
-            moments = functools.reduce(_together, zip(*moments, strict=True))
-        return moments[1], moments[2].sqrt()
-
-
-def _of_channels(statistics: ChannelStatistics) -> tuple[Tensor, Tensor]:
-    mean, norm = statistics.compute()
-    return mean.reshape(-1), norm.reshape(-1)
-
-
-def _together(one: tuple[Tensor, Tensor, Tensor], two: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine number, mean and sum of squares about it of two parts of the data (Chan et al. 1979)."""
-    n, step = (one[0] + two[0]).clamp_min(1.0), two[1] - one[1]
-    return one[0] + two[0], one[1] + step * two[0] / n, one[2] + two[2] + step.square() * one[0] * two[0] / n
+        return super().compute()[0, 0, 0]

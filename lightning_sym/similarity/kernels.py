@@ -12,20 +12,19 @@ _ROWS = 512  # samples per block of distances
 _BLOCKS, _LEAST_BLOCK = 8, 64  # row blocks of a product with itself: most blocks, and least rows of one
 
 
-def standardized(x: Tensor, *, scale: bool, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def standardized(x: Tensor, *, scale: bool) -> Tensor:
     """Subtract each channel's mean from features and optionally divide by its norm.
 
     Args:
         x: Shape ``[N, C, positions]``; mean and norm are over samples and positions.
         scale: Whether to divide by the norm.
-        given: Mean and norm to use instead of those of ``x``. Each of shape ``[C]``.
 
     Returns:
         Shape and dtype of ``x``; a constant channel, up to rounding, becomes 0.
     """
-    mean = x.mean((0, 2)) if given is None else given[0].to(x)
+    mean = x.mean((0, 2))
     rest = x - mean[:, None]
-    norms = torch.linalg.vector_norm(rest, dim=(0, 2)) if given is None else given[1].to(x)
+    norms = torch.linalg.vector_norm(rest, dim=(0, 2))
     alive = norms > rounding(mean, rest[:, 0].numel())
     factors = torch.where(alive, torch.where(alive, norms, 1.0).reciprocal() if scale else 1.0, 0.0)
     return rest.mul_(factors[:, None]) if scale or not bool(alive.all()) else rest
@@ -90,30 +89,6 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
         above = distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
         bandwidth = float(above.median()) or 1.0
     return distances.div_(-bandwidth).exp_()
-
-
-def hsic(k: Tensor, other: Tensor, *, unbiased: bool) -> Tensor:
-    r"""Return the Hilbert-Schmidt independence criterion of two kernels.
-
-    Biased: :math:`tr(K H L H) / (n - 1)^2` with the centring matrix H. Unbiased (Song et al. 2012): the inner product
-    of the U-centred kernels over n (n - 3),
-
-    .. math::
-        \frac{1}{n (n - 3)} \left[ tr(K_0 L_0) + \frac{1^T K_0 1\; 1^T L_0 1}{(n - 1)(n - 2)}
-        - \frac{2}{n - 2}\, 1^T K_0 L_0 1 \right],
-
-    where the diagonals are 0.
-
-    Args:
-        k: Symmetric. Shape ``[n, n]``.
-        other: Symmetric, same shape; n >= 4 if unbiased, otherwise n >= 2.
-        unbiased: Whether to use the unbiased estimator.
-
-    Returns:
-        0-dimensional, float64.
-    """
-    one, two = (centre_(each.to(torch.float64, copy=True), unbiased=unbiased)[None] for each in (k, other))
-    return inner(one, two, unbiased=unbiased)[0, 0]
 
 
 def _largest_products(channels: Tensor) -> Tensor:

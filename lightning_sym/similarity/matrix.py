@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_sym.similarity.cka import CKA, CKAMatrix
+from lightning_sym.similarity.cka import CKA, Link, LinkedCKA
 from lightning_sym.similarity.features import Axes, Features, check_pair, joint_products
 from lightning_sym.similarity.procrustes import GroupProcrustes
 
@@ -18,7 +18,7 @@ class SimilarityMatrix(Metric):
 
     Each layer's features are computed once, and so are quantities of a single layer, such as a kernel. Memory depends
     on the metric: for Procrustes measures a matrix of ``C1 * C2`` for each pair, independent of the data; for CKA the
-    features of each layer (with ``minibatch`` three numbers per pair); see :attr:`memory`.
+    features of each layer (with ``minibatch`` three numbers per pair).
 
     Args:
         metric: A metric with ``update(x, y)``, which is copied for each pair. If pairs have different groups, one
@@ -52,7 +52,9 @@ class SimilarityMatrix(Metric):
         if not self.first or not self.second:
             raise ValueError("there are no layers to compare; name at least one of each network.")
         if isinstance(metric, CKA):
-            self.metrics = nn.ModuleList([metric.of_layers(len(self.first), len(self.second))])
+            self._axes = metric.axes
+            joint = LinkedCKA(metric.alignment, self.first, self.second, [Link("x", "y")], short=False)
+            self.metrics = nn.ModuleList([joint])
             return
         rows = [[metric] * len(self.second)] * len(self.first) if isinstance(metric, Metric) else metric
         if [len(row) for row in rows] != [len(self.second)] * len(self.first):
@@ -78,9 +80,6 @@ class SimilarityMatrix(Metric):
             if missing:
                 raise ValueError(f"the features of {', '.join(missing)} are missing; got {', '.join(features)}.")
         ours, theirs = [first[name] for name in self.first], [second[name] for name in self.second]
-        if self._joint:
-            self._each()[0].update(ours, theirs)
-            return
         kept: dict[Any, Features] = {}  # caches of single layers, shared by the pairs
 
         def shared(place: tuple[str, int], layer: Tensor | Features, axes: Axes) -> Features:
@@ -90,6 +89,17 @@ class SimilarityMatrix(Metric):
                 kept[place, axes] = Features(layer, axes, f"{place[0]} at layer {place[1]}")
             return kept[place, axes]
 
+        if isinstance(self.metrics[0], LinkedCKA):
+            given = zip("xy", (self.first, self.second), (ours, theirs), self._axes, strict=True)
+            self.metrics[0].update(
+                {
+                    side: {
+                        name: shared((side, i), f, axes) for i, (name, f) in enumerate(zip(names, found, strict=True))
+                    }
+                    for side, names, found, axes in given
+                }
+            )
+            return
         together: list[tuple[GroupProcrustes, tuple[Features, Features]]] = []
         for metric, ((i, x), (j, y)) in zip(
             self._each(), itertools.product(enumerate(ours), enumerate(theirs)), strict=True
@@ -116,16 +126,6 @@ class SimilarityMatrix(Metric):
         super().reset()
         for metric in self._each():
             metric.reset()
-
-    @property
-    def memory(self) -> int:
-        """Bytes of stored states on this rank."""
-        states = [getattr(metric, name) for metric in self._each() for name in metric._defaults]
-        return sum(t.nbytes for state in states for t in (state if isinstance(state, list) else [state]))
-
-    @property
-    def _joint(self) -> bool:
-        return isinstance(self.metrics[0], CKAMatrix)
 
     def _each(self) -> list[Metric]:
         return [metric for metric in self.metrics if isinstance(metric, Metric)]

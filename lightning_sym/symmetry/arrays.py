@@ -1,8 +1,10 @@
 """Arrays of numbers by position, unit or generator."""
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
@@ -51,6 +53,16 @@ def together(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
 def apart(tensor: Tensor, axes: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Undo :func:`together`; `shape` holds the sizes of the merged axes."""
     return tensor.reshape(*shape, *tensor.shape[1:]).movedim(tuple(range(len(axes))), axes)
+
+
+def multiplied(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:
+    """Multiply one axis of a tensor by a square matrix; contiguous."""
+    shape = tensor.shape
+    lines = tensor.reshape(math.prod(shape[:axis]), shape[axis], -1)
+    if len(lines) == 1:
+        return (matrix @ lines[0]).reshape(shape)
+    made = lines[..., 0] @ matrix.mT if lines.shape[2] == 1 else torch.matmul(matrix, lines)
+    return made.reshape(shape)
 
 
 def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:

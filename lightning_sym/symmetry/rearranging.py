@@ -58,7 +58,7 @@ def rearranged(
     Returns:
         A new tensor of the same shape, dtype and device, contiguous.
     """
-    if tensor.ndim < 2 or not tensor.numel() or tensor.numel() > _MOST * tensor.shape[0]:
+    if tensor.ndim < 2 or tensor.numel() <= _AT_ONCE or tensor.numel() > _MOST * tensor.shape[0]:
         return _axis_by_axis(tensor, sources, scales, added)
     rows, shape = tensor.shape[0], tensor.shape[1:]
     flat = tensor.reshape(rows, -1)

@@ -1,9 +1,12 @@
 """A network's tensors in another dtype: computed on access, and not stored."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Kept = TypeVar("Kept")
 
 _SMALL = 2**14  # tensors of at most so many numbers are cached: gains and biases, which are needed often
 
@@ -50,3 +53,22 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class FixedTensors(ConvertedTensors):
+    """Tensors in double precision that do not change, so that all that is computed from them can be kept.
+
+    Args:
+        tensors: Tensors by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors, torch.detach)
+        self._kept: dict[str, Any] = {}
+
+    def kept(self, what: str, make: Callable[[], Kept]) -> Kept:
+        """Return what is computed from the tensors, made at the first call."""
+        if what not in self._kept:
+            self._kept[what] = make()
+        found: Kept = self._kept[what]
+        return found

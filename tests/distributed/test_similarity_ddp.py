@@ -4,7 +4,7 @@ import pytest
 import torch
 from scenarios import load, outcome
 
-from lightning_sym.similarity import CKA, ChannelStatistics, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix
+from lightning_sym.similarity import CKA, GroupProcrustes, OrthogonalProcrustes, SimilarityMatrix
 
 pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
@@ -65,13 +65,6 @@ def matrix(make, numbers):
     return {"value": metric.compute()}
 
 
-def statistics(numbers):
-    metric = ChannelStatistics()
-    for number in numbers:
-        metric.update(batches()[number][0])
-    return dict(zip(("mean", "norm"), metric.compute(), strict=True))
-
-
 def work(rank, world, folder):
     results = {}
     for sharing, shares in SHARES.items():
@@ -80,8 +73,6 @@ def work(rank, world, folder):
             results[f"{name}, {sharing}"] = outcome(pair, make, numbers, later=sharing == "even")
             if name in MATRICES:
                 results[f"matrix of {name}, {sharing}"] = outcome(matrix, make, numbers)
-        if sharing != "nothing":
-            results[f"statistics, {sharing}"] = outcome(statistics, numbers)
     return results
 
 
@@ -96,10 +87,8 @@ def results(runs):
 
 
 @pytest.mark.parametrize("sharing", SHARES)
-@pytest.mark.parametrize("kind", [*METRICS, *(f"matrix of {name}" for name in MATRICES), "statistics"])
+@pytest.mark.parametrize("kind", [*METRICS, *(f"matrix of {name}" for name in MATRICES)])
 def test_several_processes_are_one(results, kind, sharing):
-    if sharing == "nothing" and kind == "statistics":
-        return  # there are none of nothing
     (one,) = (result[f"{kind}, {sharing}"] for result in results[1])
     ranks = [result[f"{kind}, {sharing}"] for result in results[3]]
     for rank in ranks:

@@ -109,15 +109,53 @@ def test_signs_that_are_not_free_stay():
     assert symmetry.factors["sign"].is_identity(found.elements[1].parts["sign"])
 
 
-def test_three_moved_networks_are_still_aligned_to_their_mean():
+def moved_copies(parent, symmetry, seeds, scale=0.0):
+    """Return copies of a network under random elements."""
+    draw = functools.partial(symmetry.sample, scale=scale, mixing=False, shifts=False)
+    return [symmetry.act(draw(torch.Generator().manual_seed(seed)), parent, check=False) for seed in seeds]
+
+
+@pytest.mark.parametrize("how", ["auto", "weights"])
+def test_several_moved_copies_are_recognised_each_against_the_first(how, monkeypatch):
     parent, symmetry = parent_of(small_perceptron)
-    others = []
-    for seed in (1, 2):
-        drawn = symmetry.sample(torch.Generator().manual_seed(seed), scale=0.0, mixing=False, shifts=False)
-        others.append(symmetry.act(drawn, parent))
-    assert aligned_without_search(symmetry, [parent, *others]) is None
-    assert aligned_without_search(symmetry, [parent, *others], max_rounds=1) is not None
-    assert all(after < 1e-4 for _, after in align(symmetry, [parent, *others]).distances)
+    others = moved_copies(parent, symmetry, (1, 2))
+    found = aligned_without_search(symmetry, [parent, *others], how=how)
+    assert found is not None
+    assert found.reasons == ("", "", "")
+
+    def searched(*_, **__):
+        raise AssertionError("a search")
+
+    monkeypatch.setattr("lightning_sym.merging.alignment.weight_matching", searched)
+    aligned = align(symmetry, [parent, *others], how=how)
+    for own in (found, aligned):
+        assert all(after < 1e-4 < before for before, after in own.distances[1:])
+
+
+def test_rounds_follow_a_search_of_one_of_several_networks(monkeypatch):
+    parent, symmetry = parent_of(small_perceptron)
+    (moved,), (scaled,) = moved_copies(parent, symmetry, [1]), moved_copies(parent, symmetry, [2], scale=0.5)
+    assert aligned_without_search(symmetry, [parent, moved, scaled]) is None
+    calls = []
+    made = "lightning_sym.merging.alignment._Search.make_rounds"
+    monkeypatch.setattr(made, lambda self, *_, **__: calls.append(self.moved))
+    assert all(after < 1e-4 for _, after in align(symmetry, [parent, moved, scaled]).distances)
+    assert calls == [[1, 2]]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_weights_forces_the_search_of_all_but_exact_copies(make):
+    network, symmetry = network_of(make)
+    exact, _ = moved_copy(network, symmetry)
+    tuned, _ = moved_copy(network, symmetry, noise=0.02)
+    found = aligned_without_search(symmetry, [network, exact], how="weights")
+    assert found is not None
+    assert found.reasons == ("", "")
+    assert found.distances[1][1] < 1e-5 * found.distances[1][0]
+    assert aligned_without_search(symmetry, [network, tuned], how="weights") is None
+    same = aligned_without_search(symmetry, [network, copy.deepcopy(network)], how="weights")
+    assert same is not None
+    assert same.reasons[1] == "has the weights of the reference"
 
 
 @pytest.mark.parametrize("seed", range(20))

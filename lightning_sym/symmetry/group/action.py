@@ -19,7 +19,7 @@ from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAc
 from lightning_sym.symmetry.intertwiners import GroupElement
 from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot
-from lightning_sym.symmetry.views import ConvertedTensors
+from lightning_sym.symmetry.views import ConvertedTensors, FixedTensors
 
 # The power of a weight's scale that acts on each entry of an optimiser's state.
 _POWERS = {
@@ -218,7 +218,7 @@ class Action:
 
     def summands(self, tensors: Mapping[str, Tensor], *, shifted: bool = True) -> dict[str, list[Summand]]:
         """Return the summands that tensors get before they move, by name; see :meth:`on_weights`."""
-        tensors = ConvertedTensors(tensors, _exact)
+        tensors = tensors if isinstance(tensors, FixedTensors) else ConvertedTensors(tensors, _exact)
         added: dict[str, list[Summand]] = {name: [Summand(own)] for name, own in self._added(tensors).items()}
         for factor in self.factors if shifted else (own for own in self.factors if own.name != "shift"):
             for name, summands in factor.added(self.element.parts[factor.name], tensors).items():

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -216,10 +215,16 @@ class Matrix(Factor[Matrices]):
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the derivative with respect to the coordinates; see :class:`Factor`."""
         found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.coordinates().items()}
-        given = {name: weights[name] for name in gradients}
-        slices = zip(cell_slices(self.structure, given), cell_slices(self.structure, gradients), strict=True)
-        for (_, cells, read, own), (_, _, _, gradient) in slices:
-            products = -own @ gradient.mT if read else gradient @ own.mT
+        sums = dict[tuple[int, ...], Tensor]()
+        for slot in self.structure.slots:
+            if slot.tensor not in gradients:
+                continue
+            for cells, at, read in self.structure.dense_lines.get(slot.offset, ()):
+                pair = (together(own[slot.tensor], slot.axes)[at] for own in (weights, gradients))
+                own, gradient = (lines.reshape(len(cells), len(lines) // len(cells), -1) for lines in pair)
+                product = -own @ gradient.mT if read else gradient @ own.mT
+                sums[cells] = sums[cells].add_(product) if cells in sums else product
+        for cells, products in sums.items():
             for cell, product in zip(cells, products, strict=True):
                 found[f"matrix {cell}"] += product
         return found
@@ -310,43 +315,35 @@ class MatrixAction(LinearAction):
 
     def __init__(self, structure: Structure, matrices: Matrices, cells: Collection[int]) -> None:
         self.structure, self.matrices, self.cells = structure, matrices, cells
+        self._found: dict[tuple[tuple[int, ...], bool], Tensor] = {}
 
     def acts_at(self, slot: Slot) -> bool:
         """Return whether a matrix changes entries of a slot."""
         places = self.structure.dense_places.get(slot.offset, ())
         return any(cell in self.cells for cells, _, _ in places for cell in cells)
 
-    @cached_property
-    def _inverse_transposes(self) -> Matrices:
-        found, cells = list(self.matrices), sorted(self.cells)
-        for cell, inverse in zip(cells, inverted([found[cell] for cell in cells]), strict=True):
-            found[cell] = inverse.mT
-        return tuple(found)
-
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Multiply one axis by A for incoming weights, and by its inverse transpose for outgoing ones."""
-        shape, size = tensor.shape, tensor.shape[axis]
-        lines = tensor.reshape(math.prod(shape[:axis]), size, -1)
-        acting = [
-            (cells, at, read)
-            for cells, positions, read in self.structure.dense_places.get(slot.offset, ())
-            for at in positions  # (cells, size)
-        ]
-        # Entries outside all blocks stay unchanged.
-        result = torch.empty_like(lines) if sum(at.size for _, at, _ in acting) == size else lines.clone()
+        shape, acting = tensor.shape, self.structure.dense_lines.get(slot.offset, ())
+        lines = tensor.reshape(math.prod(shape[:axis]), shape[axis], -1)
+        result = torch.empty_like(lines)
+        if [at for _, at, _ in acting] != [slice(0, shape[axis])]:
+            result.copy_(lines)  # entries outside all blocks stay
         for cells, at, read in acting:
-            inner = np.argsort(at[:, 0])  # consecutive blocks need no index
-            cells, at = [cells[index] for index in inner], at[inner]
-            own = self._inverse_transposes if read else self.matrices
-            matrices = torch.stack([own[cell] for cell in cells]).to(tensor)
-            first, count = int(at[0, 0]), at.size
-            if np.array_equal(at.ravel(), np.arange(first, first + count)):
-                _multiply(matrices, lines.narrow(1, first, count), result.narrow(1, first, count))
+            matrices = self._stacked(cells, read).to(tensor)
+            if isinstance(at, slice):
+                _multiply(matrices, lines[:, at], result[:, at])
             else:
-                index = torch.from_numpy(at.ravel()).to(tensor.device)
-                old = lines.index_select(1, index)
+                old = lines.index_select(1, index := at.to(tensor.device))
                 result.index_copy_(1, index, _multiply(matrices, old, torch.empty_like(old)))
         return result.reshape(shape)
+
+    def _stacked(self, cells: tuple[int, ...], read: bool) -> Tensor:
+        """Return the matrices of blocks that are written, or their inverse transposes. Shape (blocks, size, size)."""
+        if (cells, read) not in self._found:
+            own = torch.stack([self.matrices[cell] for cell in cells])
+            self._found[cells, read] = torch.linalg.inv(own).mT if read else own
+        return self._found[cells, read]
 
 
 def inverted(matrices: Sequence[Tensor]) -> list[Tensor]:

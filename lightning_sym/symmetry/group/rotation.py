@@ -8,7 +8,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints
+from lightning_sym.symmetry.arrays import Floats, Ints, multiplied
 from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
@@ -67,6 +67,8 @@ class Rotations(Factor[Turns]):
 
     def carried(self, own: Turns, by: Element, back: Element) -> Turns:
         """Return the matrices between permutations and the signs in front of all gains."""
+        if self.group["permutation"].is_identity(by.permutation) and self.group["sign"].is_identity(by.sign):
+            return own
         result = list(self.identity())
         for index, turn in enumerate(own):
             if len(turn):
@@ -295,6 +297,7 @@ class RotationAction(LinearAction):
 
     def __init__(self, structure: Structure, turns: Turns, gains: Gains) -> None:
         self.structure, self.gains = structure, gains
+        self._found: dict[tuple[int, tuple[int, ...]], tuple[Ints, Tensor]] = {}
         self.turns: list[tuple[Ints, Tensor]] = []  # which units are moved at all, and the matrix among these
         for matrix in turns:
             change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
@@ -335,19 +338,27 @@ class RotationAction(LinearAction):
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Let the matrices act on one axis, between gains."""
         for index, at, powers in self.structure.rotated_places.get(slot.offset, ()):
-            moved, matrix = self.turns[index]
+            moved, matrix = self._between(index, powers)
             if not len(moved):
                 continue
+            matrix = matrix.to(tensor)
+            if slot.offset in self.structure.rotated_whole and len(moved) == len(at):
+                tensor = multiplied(matrix, tensor, axis)
+            else:
+                where = torch.from_numpy(at[moved]).to(tensor.device)
+                tensor = tensor.index_copy(axis, where, multiplied(matrix, tensor.index_select(axis, where), axis))
+        return tensor
+
+    def _between(self, index: int, powers: tuple[int, ...]) -> tuple[Ints, Tensor]:
+        """Return which units of a rotation are moved, and the matrix among these between powers of the gains."""
+        if (index, powers) not in self._found:
+            moved, matrix = self.turns[index]
             for (name, place), power in zip(self.structure.rotations[index].gains, powers, strict=True):
-                if power:
+                if power and len(moved):
                     around = self.gains.of(name, "rotation")[torch.from_numpy(place[moved])] ** power
                     matrix = around[:, None] * matrix / around
-            whole = np.array_equal(at[moved], np.arange(tensor.shape[axis]))
-            where = torch.from_numpy(at[moved]).to(tensor.device)
-            old = (tensor if whole else tensor.index_select(axis, where)).movedim(axis, -1)
-            new = (old @ matrix.to(tensor).mT).movedim(-1, axis)
-            tensor = new.contiguous() if whole else tensor.index_copy(axis, where, new)
-        return tensor
+            self._found[index, powers] = moved, matrix
+        return self._found[index, powers]
 
 
 def antisymmetric(matrix: Tensor, fixes_ones: bool) -> Tensor:

@@ -124,17 +124,27 @@ def weight_products(
     Returns:
         Shape (size, size), float64.
     """
-    size = structure.rotations[index].size
-    total = torch.zeros(size, size, dtype=torch.float64)
+    rotation, sums = structure.rotations[index], dict[tuple[int, ...], Tensor]()
+    total = torch.zeros(rotation.size, rotation.size, dtype=torch.float64)
+    for slot in structure.slots:
+        if slot.tensor not in target or slot.tensor not in current:
+            continue
+        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
+            if number == index:
+                pair = [own[slot.tensor].detach().movedim(slot.axes[0], 0) for own in (target, current)]
+                if slot.offset not in structure.rotated_whole:
+                    pair = [own.index_select(0, torch.from_numpy(at).to(own.device)) for own in pair]
+                left, right = (own.reshape(len(at), -1) for own in pair)
+                product = (left @ right.T).double().cpu()
+                sums[powers] = sums[powers].add_(product) if powers in sums else product
     # Gains of the second network are divided out, and multiplied onto the reference: <R, D Q D^-1 S> = <Q, (D R) (D^-1
     # S)'>.
-    shared = {name: current[name] for name in target if name in structure.slots_of}
-    theirs = stream_rows(structure, index, shared, current)
-    ours = stream_rows(
-        structure, index, target, {name: 1 / current[name] for name, _ in structure.rotations[index].gains}
-    )
-    for (_, left), (_, right) in zip(ours, theirs, strict=True):
-        total += (left @ right.T).double().cpu()
+    for powers, product in sums.items():
+        for (name, place), power in zip(rotation.gains, powers, strict=True):
+            if power:
+                gain = current[name].detach().double().cpu().reshape(-1)[torch.from_numpy(place)] ** power
+                product = gain[:, None] * product / gain
+        total += product
     return total
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.affine.space import (
     Folds,
+    Free,
     Located,
     Readers,
     Translations,
@@ -122,15 +123,16 @@ class _Carrier:
 
     def _first(self, element: Tensor) -> Tensor:
         known = self.here.forms(self.here.values(element))
-        moved = np.zeros(len(known))
-        for part in self.parts.free:
-            if (own := known[part.at]).any():
-                every = range(own.ndim)
-                moved[part.at] = self.action.on_thin(part.name, torch.from_numpy(own), every).numpy()
-        for rows in self.parts.readers:
-            if (own := known[rows.at]).any():
-                moved[rows.at] = self._rows(rows, torch.from_numpy(own)).numpy()
-        return torch.from_numpy(read_off(self.there)(moved))
+        moved, (telling, solve) = np.zeros(len(known)), read_off(self.there)
+        for part in telling:
+            if not (own := known[part.at]).any():
+                continue
+            values = torch.from_numpy(own)
+            if isinstance(part, Readers):
+                moved[part.at] = self._rows(part, values).numpy()
+            else:
+                moved[part.at] = self.action.on_thin(part.name, values, range(own.ndim)).numpy()
+        return torch.from_numpy(solve(moved))
 
     def _rows(self, rows: Readers, values: Tensor) -> Tensor:
         whole = self.parts.shapes[rows.name]
@@ -138,11 +140,15 @@ class _Carrier:
         values = self.action.on_thin(rows.name, values, others, 1)
         thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
         count = len(values)
+        before, after = (own.coefficient(rows) for own in (self.here, self.there))
+        if count == 1:
+            moved = self.action.on_thin(rows.name, before.reshape(1, *thin), rows.axes, 1)
+            return values * (moved.reshape(-1)[0] / after[0])
         inside = torch.zeros(count, len(rows.segments), dtype=torch.float64)
-        inside[torch.from_numpy(rows.segments), torch.arange(len(rows.segments))] = self.here.coefficient(rows)
+        inside[torch.from_numpy(rows.segments), torch.arange(len(rows.segments))] = before
         moved = self.action.on_thin(rows.name, inside.reshape(count, *thin), rows.axes, 1).reshape(count, -1)
         at = torch.from_numpy(np.unique(rows.segments, return_index=True)[1])
-        factors = moved[:, at] / self.there.coefficient(rows)[at]  # (segments before, segments after)
+        factors = moved[:, at] / after[at]  # (segments before, segments after)
         result: Tensor = torch.tensordot(factors, values, ([0], [0]))
         return result
 
@@ -211,13 +217,14 @@ def _told(located: Located) -> Ints:
     return at[pivots(forms)]
 
 
-def read_off(located: Located) -> Any:
-    """Return the function from additions to tensors to the first entries of an element: (wanted,)."""
+def read_off(located: Located) -> tuple[list[Free | Readers], Any]:
+    """Return parts that tell the first entries of an element, and the function from additions to these: (wanted,)."""
     found = located.__dict__.get("_read")
     if found is None:
         at = _told(located)
+        parts = [part for part in located.parts.placed if np.isin(part.at, at).any()]
         solve = splu(located.matrix[at][:, : located.space.entries].tocsc())
-        found = located.__dict__["_read"] = lambda moved: solve.solve(moved[at])
+        found = located.__dict__["_read"] = parts, lambda moved: solve.solve(moved[at])
     return found
 
 

@@ -299,6 +299,23 @@ class Structure:
             places.setdefault(offset, []).append((cells, list(np.moveaxis(positions, 2, 0)), read))
         return places
 
+    @cached_property
+    def dense_lines(self) -> dict[int, list[tuple[tuple[int, ...], Tensor | slice, bool]]]:
+        """By slot offset: GL(d) blocks, the positions of all of their units in turn, and whether the slot reads them.
+
+        Blocks are in the order of their positions, so that these often are a slice.
+        """
+        lines: dict[int, list[tuple[tuple[int, ...], Tensor | slice, bool]]] = {}
+        for offset, places in self.dense_places.items():
+            for cells, positions, read in places:
+                for at in positions:
+                    order = np.argsort(at[:, 0])
+                    own, first = at[order].ravel(), int(at[order[0], 0])
+                    together = np.array_equal(own, np.arange(first, first + own.size))
+                    index = slice(first, first + own.size) if together else torch.from_numpy(own)
+                    lines.setdefault(offset, []).append((tuple(cells[place] for place in order), index, read))
+        return lines
+
     def kinds_at(self, slot: Slot) -> frozenset[str]:
         """Return the kinds of continuous maps that act on a slot: "scales", "rotations", "matrices"."""
         places = {
@@ -333,6 +350,13 @@ class Structure:
                 if slot.tensor not in gains:
                     places.setdefault(slot.offset, []).append((index, at - slot.offset, tuple(powers.tolist())))
         return places
+
+    @cached_property
+    def rotated_whole(self) -> frozenset[int]:
+        """The offsets of slots with one rotation, on all positions in their order."""
+        sizes = {slot.offset: slot.size for slot in self.slots}
+        places = ((offset, own[0][1]) for offset, own in self.rotated_places.items() if len(own) == 1)
+        return frozenset(offset for offset, at in places if np.array_equal(at, np.arange(sizes[offset])))
 
     @cached_property
     def gained_of(self) -> Ints:

@@ -302,7 +302,7 @@ def test_pairs_are_drawn_and_intervals_are_over_models(matching_zoo, tmp_path):
         refused(SimilarityTask, "zoo", measures=["cca"], says=["Unknown measure 'cca'", "cka_linear"]),
         refused(SimilarityTask, "zoo", measures=[], says="measures must be a list of different names"),
         refused(SimilarityTask, "zoo", measures={"group": {"kernel": "max"}}, says="kernel"),
-        refused(SimilarityTask, "zoo", measures={"cka_max": {"estimator": "minibatch"}}, says="statistics"),
+        refused(SimilarityTask, "zoo", measures={"cka_max": {"estimator": "minibatch"}}, says='normalize="none"'),
         refused(SimilarityTask, "zoo", measures={"group": {"group": "softmax"}}, says="softmax"),
         *(refused(SimilarityTask, "zoo", **bad) for bad in ({"split": "all"}, {"sites": []}, {"seed": -1})),
         refused(SimilarityTask, "zoo", nulls=["random"], says="untrained"),

@@ -22,6 +22,7 @@ from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of
 from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
+from lightning_sym.symmetry.views import FixedTensors
 
 Floats = NDArray[np.float64]
 _TINY, _LIMIT = 1e-60, 1e-6  # near zero; and how close two limits are, relative to their size
@@ -122,6 +123,7 @@ class Step(NamedTuple):
         unseen: For each, the wanted unknown that says how changes of the weight's output change it; thin.
         names: The tensors that are needed.
         total: Those of the tensors in a relation's sum; they may themselves be added to.
+        shape: Shape of the unknowns.
     """
 
     source: Ints
@@ -130,6 +132,7 @@ class Step(NamedTuple):
     unseen: Ints | None
     names: frozenset[str]
     total: frozenset[str]
+    shape: Shape
 
 
 class Shown(NamedTuple):
@@ -272,6 +275,8 @@ class Translations:
         Args:
             tensors: Parameters and buffers, by name.
         """
+        if isinstance(tensors, FixedTensors):
+            return tensors.kept(f"shifts {self.signature}", lambda: Located(self, tensors))
         return Located(self, tensors)
 
     @cached_property
@@ -379,6 +384,11 @@ def _bounded(numbers: Tensor) -> Tensor:
     return torch.where(numbers.abs() > 1 / _TINY**0.5, 0.0, numbers)
 
 
+def _add_at(total: Floats, at: Ints, values: Tensor) -> None:
+    """Add values at indices, of which some may be equal."""
+    np.add.at(total, at.ravel(), values.numpy().ravel())
+
+
 def _same(one: Floats, two: Floats, least: float = 0.0) -> NDArray[np.bool_]:
     same: NDArray[np.bool_] = np.abs(one - two) <= _LIMIT * np.abs(one) + least
     return same
@@ -403,6 +413,7 @@ class Located:
         self.space, self.parts, self.tensors = space, space.parts, tensors
         self.weights = Weights(space, tensors, tiny)
         self._frames: dict[bytes, tuple[Tensor, Tensor] | None] = {}
+        self._coefficients: dict[int, Tensor] = {}
         self._shared: Located = self  # whose forms are the same
         if not self.parts.forms.size and not isinstance(tensors, Generic):  # as they depend on no weights
             self._shared = space.generic
@@ -500,10 +511,12 @@ class Located:
         for step in self.parts.steps:
             if known[step.source].any() and step.names <= self.tensors.keys():
                 made = self._made(step, torch.from_numpy(known[step.source])[None], self._changed(step, known))
-                used = step.columns >= 0
+                used, rows, forms, _ = self._forms_of(step)
                 values = made.reshape(-1).numpy()[used]
-                constant = not self.parts.forms.size
-                known += self._forms_of(step) @ values if constant else self.forms(values, step.columns[used])
+                if self.parts.forms.size:
+                    known += self.forms(values, step.columns[used])
+                else:
+                    known[rows] += forms @ values
         return known
 
     def _made(self, step: Step, source: Tensor, weights: Weights) -> Tensor:
@@ -511,10 +524,15 @@ class Located:
         made: Tensor = step.evaluate(source, weights)
         return made if step.unseen is None else self._seen(made, step.unseen)
 
-    def _seen(self, made: Tensor, unseen: Ints) -> Tensor:
+    def _seen(self, made: Tensor, unseen: Ints, *, transposed: bool = False) -> Tensor:
         """Subtract the invisible part of a translation after a weight: shifts could otherwise not be added.
 
         Lengths are counted in multiples of the invisible directions, as linear elements carry these along.
+
+        Args:
+            made: The translation.
+            unseen: See :class:`Step`.
+            transposed: Whether to apply the transposed map, to derivatives.
         """
         frame = self._frame(unseen)
         if frame is None:
@@ -525,6 +543,7 @@ class Located:
         lead = made.ndim - unseen.ndim
         moved = made.movedim([lead + axis for axis in axes], list(range(-len(axes), 0)))
         directions, by = frame
+        by = 1 / by if transposed else by
         flat = moved.reshape(-1, len(by)) * by
         flat = (flat - flat @ directions @ directions.T) / by
         back: Tensor = flat.reshape(moved.shape).movedim(list(range(-len(axes), 0)), [lead + axis for axis in axes])
@@ -595,7 +614,9 @@ class Located:
 
     def coefficient(self, rows: Readers) -> Tensor:
         """Return the coefficients that multiply rows. Shape (places,)."""
-        return self.weights.coefficient(rows.coefficient).expand(len(rows.segments))
+        if id(rows) not in self._coefficients:
+            self._coefficients[id(rows)] = self.weights.coefficient(rows.coefficient).expand(len(rows.segments))
+        return self._coefficients[id(rows)]
 
     def of_one(self, part: Writers, element: Tensor) -> Summand:
         """Return the addition of an element to a weight by changes of its outputs."""
@@ -645,49 +666,67 @@ class Located:
         flat = {name: own.reshape(parts.shapes[name]) for name, own in gradients.items() if name in parts.shapes}
         for part in parts.free:
             if part.name in flat:
-                np.add.at(total, part.at, flat[part.name].sum_to_size(part.at.shape).numpy())
+                _add_at(total, part.at, flat[part.name].sum_to_size(part.at.shape))
         for rows in parts.readers:
             if rows.name in flat:
-                by, number = self._places_of_rows(rows)
-                np.add.at(total, number, by * flat[rows.name].numpy())
+                _add_at(total, rows.at, self._along_rows(rows, flat[rows.name]))
         for step in reversed(parts.steps):
-            used = np.flatnonzero(step.columns >= 0)
+            used, at, _, transposed = self._forms_of(step)
+            if not len(used) or not step.names <= self.tensors.keys() or not (slopes := transposed @ total[at]).any():
+                continue
             made = torch.zeros(step.columns.shape, dtype=torch.float64)
-            made[torch.from_numpy(used)] = torch.from_numpy(self._forms_of(step).T @ total)
-            if len(used) and bool(made.any()) and step.names <= self.tensors.keys():
-                source = torch.zeros(1, *step.source.shape, dtype=torch.float64, requires_grad=True)
-                with torch.enable_grad():
-                    reached = self._made(step, source, self.weights)
-                (found,) = torch.autograd.grad(reached, source, made.reshape(reached.shape))
-                np.add.at(total, step.source, found[0].numpy())
-        result[: self.space.entries] = self._direct_forms.T @ total
+            made[torch.from_numpy(used)] = torch.from_numpy(slopes)
+            made = made.reshape(1, *step.shape)
+            made = made if step.unseen is None else self._seen(made, step.unseen, transposed=True)
+            _add_at(total, step.source, step.evaluate.pulled_back(made, step.source.shape, self.weights)[0])
+        result[: self.space.entries] = self._direct_forms @ total
         for writers in parts.writers:
             if writers.name in flat:
-                order = [*writers.kept(), *writers.axes]
-                own = flat[writers.name].permute(order).reshape(-1, writers.size).numpy()
-                result[writers.places] = (self.patterns(writers)[writers.spread].T @ own).ravel()
+                axes = [axis for axis in writers.kept() if writers.at.shape[axis] == 1]
+                own = flat[writers.name].sum(axes, keepdim=True) if axes else flat[writers.name]
+                own = own.permute([*writers.kept(), *writers.axes]).reshape(-1, writers.size)
+                result[writers.places] = (self._transposed_patterns(writers) @ own.numpy()).ravel()
         return result * self.multiples
+
+    def _transposed_patterns(self, part: Writers) -> sparse.csr_matrix:
+        found = self._shared.__dict__.setdefault("_patterns_of_slopes", {})
+        if part.begin not in found:
+            found[part.begin] = self.patterns(part).T.tocsr()
+        return found[part.begin]
+
+    def _along_rows(self, rows: Readers, slopes: Tensor) -> Tensor:
+        """Return the derivative by the multiples of rows, of a shape that broadcasts to that of `rows.at`."""
+        axes, sizes = rows.axes, [1 if axis in rows.axes else size for axis, size in enumerate(slopes.shape)]
+        others = [axis for axis in range(slopes.ndim) if axis not in axes]
+        by, own = self.coefficient(rows), slopes.permute(*others, *axes).reshape(-1, len(rows.segments))
+        if len(rows.at) == 1:
+            return (own @ by).reshape(1, *sizes).sum_to_size(rows.at.shape)
+        summed = own.new_zeros(len(own), len(rows.at)).index_add(1, torch.from_numpy(rows.segments), own * by)
+        return summed.T.reshape(len(rows.at), *sizes).sum_to_size(rows.at.shape)
 
     @cached_property
     def _by_column(self) -> sparse.csc_matrix:
         return self._shared._by_column if self._shared is not self else self.matrix.tocsc()
 
-    def _forms_of(self, step: Step) -> sparse.csc_matrix:
-        """Return the forms of all wanted unknowns in those that a step makes."""
+    def _forms_of(self, step: Step) -> tuple[Ints, Ints, sparse.csr_matrix, sparse.csr_matrix]:
+        """Return which unknowns of a step count, the wanted ones that they change, their forms, and these transposed."""
         found = self._shared._parts_of_forms
         if id(step) not in found:
-            found[id(step)] = self._by_column[:, step.columns[step.columns >= 0]]
+            used = np.flatnonzero(step.columns >= 0)
+            forms = self._by_column[:, step.columns[used]].tocsr()
+            rows = np.flatnonzero(np.diff(forms.indptr))
+            found[id(step)] = used, rows, forms[rows], forms[rows].T.tocsr()
         return found[id(step)]
 
     @cached_property
-    def _parts_of_forms(self) -> dict[int, sparse.csc_matrix]:
+    def _parts_of_forms(self) -> dict[int, tuple[Ints, Ints, sparse.csr_matrix, sparse.csr_matrix]]:
         return {}
 
     @cached_property
-    def _direct_forms(self) -> sparse.csc_matrix:
-        """The forms of all wanted unknowns in the first entries of an element."""
+    def _direct_forms(self) -> sparse.csr_matrix:
+        """The forms of all wanted unknowns in the first entries of an element, transposed."""
         own = self._shared
-        return self._by_column[:, : self.space.entries] if own is self else own._direct_forms
+        return self._by_column[:, : self.space.entries].T.tocsr() if own is self else own._direct_forms
 
     def direct(self, names: Collection[str]) -> dict[str, sparse.csr_matrix]:
         """Return the direct additions of each entry of an element to tensors, without those through weights.

@@ -235,7 +235,7 @@ class _Compiler:
         total = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
         evaluate: Any = own.evaluate
         names = frozenset(evaluate.names(self.system))
-        return Step(self._at(own.source), columns, own.evaluate, unseen, names, total)
+        return Step(self._at(own.source), columns, own.evaluate, unseen, names, total, tuple(own.numbers.shape))
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
         """Return unknowns added to each output of a weight, with the family of changes of these outputs."""

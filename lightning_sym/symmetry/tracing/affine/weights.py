@@ -4,6 +4,7 @@ The records kept here can be copied and sent to other processes.
 """
 
 import importlib
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,12 +101,18 @@ class Generic(Mapping[str, Tensor]):
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Tensor], seed: int = 0) -> None:
         self.shapes, self.constants, self.seed = shapes, values, seed
+        self._small: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.constants:
             return self.constants[name]
+        if name in self._small:
+            return self._small[name]
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
-        return 0.5 + torch.rand(tuple(self.shapes[name]), dtype=torch.float64, generator=generator)
+        made = 0.5 + torch.rand(tuple(self.shapes[name]), dtype=torch.float64, generator=generator)
+        if made.numel() <= _SMALL:
+            self._small[name] = made
+        return made
 
     def __contains__(self, name: object) -> bool:
         return name in self.shapes
@@ -192,8 +199,14 @@ class Weights:
         if atom.kind == "length":
             size, walk = atom.key
             return torch.tensor([size * (1 + 0.37 * walk)], dtype=torch.float64)
-        made = self.tensor(atom.key) if atom.kind == "parameter" else self.node(atom.key).double()
-        return self.without_zeros(made.reshape(-1))
+        if atom not in self._known:
+            made = self.tensor(atom.key) if atom.kind == "parameter" else self.node(atom.key).double()
+            made = self.without_zeros(made.reshape(-1))
+            if made.numel() > _SMALL:
+                return made
+            self._known[atom] = made
+        found: Tensor = self._known[atom]
+        return found
 
     def without_zeros(self, numbers: Tensor) -> Tensor:
         """Return numbers with something tiny in the place of zeros."""
@@ -212,6 +225,12 @@ class Weights:
 
     def total(self, total: Total) -> Tensor:
         """Return the sum of a relation. Shape (segments,)."""
+        if total not in self._known:
+            self._known[total] = self._sum(total)
+        found: Tensor = self._known[total]
+        return found
+
+    def _sum(self, total: Total) -> Tensor:
         result = torch.full((total.segments,), total.constant, dtype=torch.float64)
         for coefficient, segments, shape in total.terms:
             numbers = self.coefficient(coefficient).expand(shape).reshape(-1)
@@ -262,6 +281,13 @@ class ByProduct(NamedTuple):
         given = values.expand(*values.shape[: values.ndim - len(self.whole)], *self.whole)
         return torch.einsum(self.equation, given, weights.node(self.node).reshape(self.shape))
 
+    def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
+        """Return the derivative by values of a shape, given that by the derived unknowns."""
+        inputs, result = self.equation.split("->")
+        values, by = inputs.split(",")
+        back = torch.einsum(f"{result},{by}->{values}", slopes, weights.node(self.node).reshape(self.shape))
+        return back.sum_to_size(*back.shape[: back.ndim - len(shape)], *shape)
+
     def names(self, program: Program) -> set[str]:
         """Return the names of the tensors that are needed."""
         return program.made(self.node).names()
@@ -286,12 +312,20 @@ class ByKernel(NamedTuple):
 
     def __call__(self, values: Tensor, weights: Weights) -> Tensor:
         """Return derived unknowns."""
-        kernel, outputs = weights.node(self.node).reshape(self.shape), self.shape[0]
-        kernel = kernel.flatten(2).sum(2).reshape(self.groups, outputs // self.groups, -1)
         front = values.shape[: values.ndim - self.rank]
         given = values.reshape(*front, -1).expand(*front, self.channels).reshape(*front, self.groups, -1)
-        made = torch.einsum("...gc,goc->...go", given, kernel)
-        return made.reshape(*front, 1, outputs, *[1] * (self.rank - 2))
+        made = torch.einsum("...gc,goc->...go", given, self._kernel(weights))
+        return made.reshape(*front, 1, self.shape[0], *[1] * (self.rank - 2))
+
+    def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
+        """Return the derivative by values of a shape, given that by the derived unknowns."""
+        front = slopes.shape[: slopes.ndim - self.rank]
+        back = torch.einsum("...go,goc->...gc", slopes.reshape(*front, self.groups, -1), self._kernel(weights))
+        return back.reshape(*front, -1).sum_to_size(*front, math.prod(shape)).reshape(*front, *shape)
+
+    def _kernel(self, weights: Weights) -> Tensor:
+        kernel = weights.node(self.node).reshape(self.shape)
+        return kernel.flatten(2).sum(2).reshape(self.groups, self.shape[0] // self.groups, -1)
 
     def names(self, program: Program) -> set[str]:
         """Return the names of the tensors that are needed."""
@@ -313,6 +347,11 @@ class ByTotal(NamedTuple):
         """Return derived unknowns."""
         summed: Tensor = torch.tensordot(weights.total(self.total), values, ([0], [values.ndim - self.rank]))
         return summed
+
+    def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
+        """Return the derivative by values of a shape, given that by the derived unknowns."""
+        by = weights.total(self.total).reshape(-1, *[1] * (len(shape) - 1))
+        return by * slopes.unsqueeze(slopes.ndim - len(shape) + 1)
 
     def names(self, program: Program) -> set[str]:
         """Return the names of the tensors that are needed."""
