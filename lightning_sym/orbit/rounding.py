@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
+from lightning_sym.orbit.objective import check_batches
 from lightning_sym.orbit.view import call_of
 from lightning_sym.symmetry.tracing.calls import Call
 
@@ -216,13 +217,14 @@ def listed(data: Any) -> list[Any]:
     """Return the batches of data: of one batch, or of an iterable of them.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or two look like inputs and their targets.
     """
     if data is None:
         raise ValueError("data are missing; pass a batch of inputs, or an iterable of batches.")
     batches = [data] if isinstance(data, (Tensor, Call, Mapping, tuple)) else list(data)
     if not batches:
         raise ValueError("data hold no batch; expected at least one.")
+    check_batches(batches)
     return batches
 
 
