@@ -34,7 +34,7 @@ class OrbitReport(RunReport):
     """
 
     needs = (
-        *("model_zoo", "measure_all", "numbers", "objective", "grid", "options", "arms", "some"),
+        *("model_zoo", "measure_all", "numbers", "objective", "grid", "options", "arms", "some", "roundings"),
         *("images", "steps", "lr", "orbit_seed"),
     )
     example = "OrbitTask"
@@ -54,6 +54,7 @@ class OrbitReport(RunReport):
             "seeds": {"members": numbers, "orbit_seed": task.orbit_seed},
             "settings": {
                 **picked(task, "objective", "grid", "options", "some", "images", "steps", "lr"),
+                "roundings": list(task.roundings),
                 "arms": list(task.arms),
             },
             **self.source(data),

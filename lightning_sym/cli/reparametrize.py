@@ -7,8 +7,10 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,8 @@ function stays the same, which is verified before anything is written; no list o
                        full path (lightning_sym's: by its name); --network.ARGUMENT for its arguments
   --prefix PREFIX      prefix of the weights' names, if several fit
   --ignore PATTERN     copy tensors by name, as 'ema.*'; several patterns with commas
-  --input 3,224,224    shape of one input, without the batch; default: from the data or the model
+  --input 3,224,224    shape of one input, without the batch; default: from the data, the model
+                       or the element
   --tokens 1000        the input is integers below 1000
   --seed 0             of random inputs and of the order of batches
 
@@ -203,7 +206,8 @@ def run(asked: Asked) -> None:
     from lightning_sym.cli.merging import errors_named
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.models import build_light, build_model, construct, example_of
-    from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint
+    from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint, stored_input
+    from lightning_sym.orbit.objective import Objective, Watched
     from lightning_sym.orbit.objectives import cross_entropy
     from lightning_sym.tasks import SquaredDistance
 
@@ -234,13 +238,19 @@ def run(asked: Asked) -> None:
     if data is not None and asked.shape is None:
         options["inputs"] = batch[0][:2]
     else:
-        options["inputs"] = example_of(model, asked.shape, asked.tokens)
+        shape, tokens = asked.shape, asked.tokens
+        if shape is None and model.shape is None and model.library != "transformers" and asked.element is not None:
+            shape, tokens = stored_input(asked.element) or (None, tokens)
+        options["inputs"] = example_of(model, shape, tokens)
     if made is not None:
         about |= {"objective": asked.objective, "options": made.options}
         options |= {"data": batch, "seed": asked.seed, "compressed": made.compressed(batch)}
     else:
         about |= {"element": asked.element, "inverse": asked.inverse}
-    with errors_named(model.name, data):
+    progress = _Progress(str(asked.objective))
+    if made is not None and isinstance(made.objective, Objective):
+        made = replace(made, objective=Watched(made.objective, progress))
+    with errors_named(model.name, data), contextlib.closing(progress):
         found = reparametrize_checkpoint(
             asked.checkpoint,
             asked.out,
@@ -254,6 +264,34 @@ def run(asked: Asked) -> None:
             **options,
         )
     _print(asked, found)
+
+
+class _Progress:
+    """Writes the value of an objective to the standard error: on a terminal one line, else a line each 30 seconds.
+
+    Args:
+        name: The objective's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._count, self._began = name, 0, time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._last = self._began
+
+    def __call__(self, value: float) -> None:
+        """Take the next value."""
+        now, self._count = time.monotonic(), self._count + 1
+        if now - self._last >= (0.2 if self._terminal else 30):
+            self._last = now
+            line = f"{self._name}: {value:.6g} after {self._count} evaluations, {now - self._began:.0f} s"
+            sys.stderr.write(f"\r{line:<78}" if self._terminal else f"{line}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Clear the line."""
+        if self._terminal:
+            sys.stderr.write(f"\r{'':<78}\r")
+            sys.stderr.flush()
 
 
 @dataclass(frozen=True)

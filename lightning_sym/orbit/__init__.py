@@ -3,7 +3,8 @@
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
 from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.files import ReparametrizedCheckpoint, reparametrize_checkpoint
-from lightning_sym.orbit.hand_made import cross_layer_equalization, prune_by_wanda, smooth_quant
+from lightning_sym.orbit.gptq import round_by_gptq
+from lightning_sym.orbit.hand_made import awq, cross_layer_equalization, prune_by_wanda, smooth_quant
 from lightning_sym.orbit.least_norm import least_norm
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.objectives import (
@@ -30,6 +31,7 @@ __all__ = [
     "Teleported",
     "View",
     "Way",
+    "awq",
     "cross_layer_equalization",
     "gradient_norm",
     "least_norm",
@@ -40,6 +42,7 @@ __all__ = [
     "prune_by_wanda",
     "quantization_error",
     "reparametrize_checkpoint",
+    "round_by_gptq",
     "round_to_nearest",
     "sharpness",
     "smooth_quant",

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lightning_sym._checks import is_integer
+from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
 from lightning_sym._text import name_of_callable
 from lightning_sym.connectivity.interpolation import Loss
@@ -27,14 +30,17 @@ from lightning_sym.orbit.problem import Function
 from lightning_sym.orbit.steps import OrbitStep
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry.group.saved import write_element
 from lightning_sym.symmetry.moves.moved import Moved, moved, output_change
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.trace import trace_symmetry
+from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import versions
 
 GIVEN, RESULT = "as given", "reparametrized"
 _ELEMENT, _HISTORY, _REPORT = "element.safetensors", "history.csv", "report.json"
+_INPUT, _LARGEST_INPUT = "lightning_sym.input", 2**24
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +112,7 @@ def reparametrize_checkpoint(
         inverse: Whether to apply the inverse of that element.
         network: Network for the weights, with any weights. Not changed. None: as the folder describes it.
         inputs: Example inputs: an input, a tuple of positional arguments, or a :class:`Call`. None: drawn for the
-            network of the folder.
+            network of the folder. The file of the element holds the shape of a single input.
         data: Batches for the objective, as :func:`minimize_on_orbit` takes them.
         test: Test batches ``(inputs, targets)`` that can be read several times, for losses before and after.
         loss: As for :func:`lightning_sym.connectivity.barrier`.
@@ -180,8 +186,50 @@ def reparametrize_checkpoint(
     )
     report = {"checkpoint": str(checkpoint), "out": str(out), "objective": named, **(about or {})}
     report |= _numbers(reparametrized)
-    place = read.write(tensors, out, beside=_files_beside(files, out, report, symmetry, minimum))
+    place = read.write(tensors, out, beside=_files_beside(files, out, report, example, minimum))
     return replace(reparametrized, out=place)
+
+
+def stored_input(element: str | Path) -> tuple[tuple[int, ...], int | None] | None:
+    """Read the input that the network of an element's file was traced with.
+
+    Args:
+        element: The file, or a folder with ``element.safetensors``.
+
+    Returns:
+        Shape of one sample, and the number above all integers for integers; None if the file does not say it.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged.
+    """
+    path = _element_in(Path(element))
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; expected an element that reparametrize wrote")
+    try:
+        with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
+            text = (opened.metadata() or {}).get(_INPUT)
+        if text is None:
+            return None
+        content = load_json(text)
+        shape, tokens = content["shape"], content["tokens"]
+        if not all(is_integer(size, 1) for size in [*shape, 1 if tokens is None else tokens]):
+            raise ValueError(f"its input is {content}")
+        if math.prod(shape) > _LARGEST_INPUT:
+            raise ValueError(f"its input has {math.prod(shape)} numbers")
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({error}); write it again.") from None
+    return tuple(shape), tokens
+
+
+def _described_input(example: Call) -> dict[str, str]:
+    """Return metadata that describe a single tensor of samples; none for other inputs."""
+    tensors = example.positional
+    if example.keywords or len(tensors) != 1 or not isinstance(tensors[0], Tensor) or tensors[0].ndim < 1:
+        return {}
+    (own,) = tensors
+    tokens = None if own.is_floating_point() else int(own.max()) + 1
+    return {_INPUT: json.dumps({"shape": list(own.shape[1:]), "tokens": tokens})}
 
 
 def calibration_batch(batches: Iterable[Sequence[Tensor]], count: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -243,7 +291,7 @@ def _improves(found: OrbitMinimum, *, maximize: bool) -> bool:
 
 
 def _files_beside(
-    files: Mapping[str, str], out: Path, report: Mapping[str, Any], symmetry: Symmetry, minimum: OrbitMinimum | None
+    files: Mapping[str, str], out: Path, report: Mapping[str, Any], example: Call, minimum: OrbitMinimum | None
 ) -> dict[str, Callable[[Path], object]]:
     """Return functions that write the report, the card, the element and the steps, by the names of the files."""
     texts = {files[_REPORT]: json.dumps(report, indent=1, default=str) + "\n"}
@@ -255,7 +303,7 @@ def _files_beside(
         name: functools.partial(write_atomically, content=text) for name, text in texts.items()
     }
     if minimum is not None:
-        found[files[_ELEMENT]] = functools.partial(symmetry.save, minimum.element)
+        found[files[_ELEMENT]] = functools.partial(write_element, minimum.element, metadata=_described_input(example))
     return found
 
 

@@ -1,23 +1,37 @@
 """Reparametrizations by hand that users know, as elements of the traced group; and pruning by Wanda."""
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
 from lightning_sym._distributed import on_device_of
 from lightning_sym.orbit.directions import OrbitDirections
-from lightning_sym.orbit.rounding import kept, largest_inputs, listed, matrices_of, squared_inputs
+from lightning_sym.orbit.gptq import input_grams
+from lightning_sym.orbit.rounding import (
+    Granularity,
+    check_rounding,
+    kept,
+    largest_inputs,
+    listed,
+    matrices_of,
+    mean_inputs,
+    pruned_matrices,
+    rounded,
+    squared_inputs,
+)
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.ranges import Ranges
+from lightning_sym.symmetry.group.ranges import Ranges, Slices
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
 
 _SWEEPS = 1000
+_ALPHAS = tuple(number / 20 for number in range(20))
 _STILL = 1e-13  # largest change of a logarithm in the last sweep
 
 
@@ -104,24 +118,101 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
     return OrbitDirections(symmetry).element(ranges.coordinates())
 
 
-def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
+def awq(
+    symmetry: Symmetry, network: nn.Module, data: Any, bits: int = 4, granularity: Granularity = "tensor"
+) -> Element:
+    r"""Scale up the weights that read large activations, by as much as lowers the error of their rounding most.
+
+    The search of AWQ (Lin et al. 2023, arXiv 2306.00978): channel j of the activations is divided by
+    :math:`s_j = (\mathrm{mean}|X_j|)^\alpha`, divided by the geometric mean of the largest and the least of them.
+    Of 20 values of alpha from 0 to 0.95, each class of scales takes the one with the least squared error of the
+    outputs of the rounded weights that read these activations, after the earlier classes. Errors of the weights before
+    do not count. As for :func:`smooth_quant`, the traced group tells which weights read the same activations, and which
+    absorb the division; heads are scaled, too.
+
+    Args:
+        symmetry: Symmetry of the network's architecture.
+        network: Not changed.
+        data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them.
+        bits: Number of bits of a weight, >= 2.
+        granularity: Whether each tensor has one range, or each output channel its own.
+
+    Returns:
+        The element.
+
+    Raises:
+        TypeError: If `network` is not a module.
+        ValueError: If the network is not of the traced architecture, the data are missing, the number of bits is below
+            2, or the granularity is unknown.
+    """
+    check_rounding(bits, granularity, None)
+    require_weights(symmetry, network)
+    exact = double_copy(network)
+    batches = on_device_of(exact, double(listed(data)))
+    means, grams, axes = mean_inputs(exact, batches), input_grams(exact, batches), matrices_of(exact)
+    tensors = symmetry.tensors(exact)
+    ranges = Ranges(symmetry.structure, tensors, axes, cells=True)
+    readers = []
+    for each in ranges.slices:
+        whole = each.name.partition("[")[0]
+        if whole in grams and each.slot.axes == (each.columns,) and len(means[whole]) == each.slot.size:
+            readers.append((each, whole))
+    for members in ranges.classes:
+        used = np.zeros(len(ranges.logs), bool)
+        used[members] = True
+        sizes, exponents, own = np.zeros(len(used)), np.zeros(len(used)), []
+        for each, whole in readers:
+            at = used[each.generator] & (each.exponent < 0)
+            np.maximum.at(sizes, each.generator[at], means[whole].cpu().numpy()[each.position[at]])
+            np.maximum.at(exponents, each.generator[at], -each.exponent[at])
+            own += [(each, grams[whole], axes[whole])] * bool(at.any())
+        used &= sizes > 0
+        if not used.any():
+            continue
+        logs = np.log(sizes[used])
+        logs = (logs - (logs.max() + logs.min()) / 2) / exponents[used]
+        errors = {}
+        for alpha in _ALPHAS:
+            ranges.logs[used] = -alpha * logs
+            errors[alpha] = sum(
+                _error(
+                    tensors[each.name].to(gram), ranges, each, bits, axis if granularity == "channel" else None, gram
+                )
+                for each, gram, axis in own
+            )
+        ranges.logs[used] = -min(errors, key=lambda alpha: errors[alpha]) * logs
+    return OrbitDirections(symmetry).element(ranges.coordinates())
+
+
+def _error(weight: Tensor, ranges: Ranges, each: Slices, bits: int, axis: int | None, gram: Tensor) -> float:
+    """Return the squared error of the outputs of a rounded weight under the current scales."""
+    moved = weight * torch.from_numpy(ranges.factor(each.name)).to(weight)
+    scale = torch.from_numpy(ranges.factor(each.name, each.slot)).to(weight)
+    rows = ((rounded(moved, bits, axis) - moved) / scale).movedim(1 - each.columns, 0).flatten(1)
+    parts = zip(rows.chunk(len(gram)), gram, strict=True)
+    return sum(float(((own @ each_gram) * own).sum().detach()) for own, each_gram in parts)
+
+
+def prune_by_wanda(network: nn.Module, data: Any, fraction: float, *, keep: Collection[str] = ()) -> nn.Module:
     r"""Set the weights of least :math:`|w_{ij}| \, \|x_j\|_2` to 0, within each row of each matrix.
 
     Wanda (Sun et al. 2023, arXiv 2306.11695). Here :math:`\|x_j\|_2` is the norm of all inputs that the weight
     multiplies on the data; those of a kernel's entries lie at different pixels. Matrices that no linear map reads
     (embeddings) are pruned by magnitude within their rows, so that the fraction is that of
-    :func:`prune_by_magnitude`.
+    :func:`prune_by_magnitude`. The paper keeps the first and the last layer; name these in `keep` for that. All norms
+    are those of the unpruned network.
 
     Args:
         network: Not changed.
         data: One batch, or an iterable of batches, as :func:`minimize_on_orbit` takes them.
         fraction: Part of the weights of each row that becomes 0, in [0, 1).
+        keep: Names of parameters that stay.
 
     Returns:
         A changed copy.
 
     Raises:
-        ValueError: If the fraction is outside [0, 1), or the data are missing.
+        ValueError: If the fraction is outside [0, 1), the data are missing, or there is no such matrix to keep.
 
     Example:
         >>> pruned = prune_by_wanda(nn.Linear(10, 6), torch.randn(4, 10), 0.7)
@@ -132,7 +223,7 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float) -> nn.Module:
     result = copy.deepcopy(network)
     batches = on_device_of(result, listed(data))
     squares = squared_inputs(result, batches)
-    axes = matrices_of(result)
+    axes = pruned_matrices(result, keep)
     with torch.no_grad():
         for name, parameter in result.named_parameters():
             if name in axes:

@@ -1,7 +1,7 @@
 """Objectives: functions of a network's weights that differ between points of its orbit."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -38,7 +38,11 @@ class Objective(ABC):
         Args:
             view: The network at the start.
             batches: All batches.
+
+        Raises:
+            ValueError: If two batches look like inputs and their targets.
         """
+        check_batches(batches)
         return self
 
     def closed_form(
@@ -62,3 +66,52 @@ class Objective(ABC):
             view: The network.
             batch: A batch; None without data.
         """
+
+
+class Watched(Objective):
+    """An objective whose values are shown to a function.
+
+    Args:
+        objective: The objective.
+        show: Takes each value.
+    """
+
+    def __init__(self, objective: Objective, show: Callable[[float], None]) -> None:
+        self._objective, self._show = objective, show
+        self.smooth, self.reads_data = objective.smooth, objective.reads_data
+        self.needs_one_sided, self.factors = objective.needs_one_sided, objective.factors
+        self.unbounded_above = objective.unbounded_above  # type: ignore[misc]
+
+    def begun(self, view: View, batches: Sequence[Any]) -> Objective:
+        """Return the objective for one network; see :class:`Objective`."""
+        return Watched(self._objective.begun(view, batches), self._show)
+
+    def closed_form(
+        self, symmetry: Symmetry, view: View, batches: Sequence[Any], kinds: frozenset[str]
+    ) -> Element | None:
+        """Return the element to the minimum; see :class:`Objective`."""
+        return self._objective.closed_form(symmetry, view, batches, kinds)
+
+    def __call__(self, view: View, batch: Any = None) -> Tensor:
+        """Return the value; see :class:`Objective`."""
+        value = self._objective(view, batch)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            self._show(float(value.detach()))
+        return value
+
+
+def check_batches(batches: Sequence[Any]) -> None:
+    """Check that two batches are not the inputs and the targets of one.
+
+    Raises:
+        ValueError: If there are two tensors of one length, of which only the second has integers or one axis.
+    """
+    if len(batches) != 2 or not all(isinstance(own, Tensor) and own.ndim for own in batches):
+        return
+    inputs, targets = batches
+    targeted = (inputs.is_floating_point() and not targets.is_floating_point()) or (inputs.ndim > 1 == targets.ndim)
+    if len(inputs) == len(targets) and targeted:
+        raise ValueError(
+            "a list holds batches, and these two look like the inputs and the targets of one; pass a tuple, "
+            "data=(inputs, targets)."
+        )

@@ -1,7 +1,7 @@
 """Rounding and pruning of weights, as objectives simulate them and as networks hold them."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -11,7 +11,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
+from lightning_sym.orbit.objective import check_batches
 from lightning_sym.orbit.view import call_of
 from lightning_sym.symmetry.tracing.calls import Call
 
@@ -74,27 +76,42 @@ def round_to_nearest(
         for name, parameter in result.named_parameters():
             if name in axes:
                 parameter.copy_(rounded(parameter.double(), bits, axes[name] if granularity == "channel" else None))
-    if activations is not None:
-        ranges = None if data is None else _ranges(result, activations, data)
-        hooks = _Hooks(activations, ranges)
-        result.register_forward_pre_hook(hooks.before)
-        result.register_forward_hook(hooks.after, always_call=True)
-    return result
+    return result if activations is None else round_inputs(result, activations, data)
 
 
-def prune_by_magnitude(network: nn.Module, fraction: float, *, scope: Scope = "tensor") -> nn.Module:
+def round_inputs(network: nn.Module, bits: int, data: Any = None) -> nn.Module:
+    """Round the inputs of a network's linear maps and convolutions in each call, by hooks.
+
+    Args:
+        network: Changed in place.
+        bits: Number of bits, >= 2.
+        data: See :func:`round_to_nearest`.
+
+    Returns:
+        The network.
+    """
+    hooks = _Hooks(bits, None if data is None else _ranges(network, bits, data))
+    network.register_forward_pre_hook(hooks.before)
+    network.register_forward_hook(hooks.after, always_call=True)
+    return network
+
+
+def prune_by_magnitude(
+    network: nn.Module, fraction: float, *, scope: Scope = "tensor", keep: Collection[str] = ()
+) -> nn.Module:
     """Set the smallest weights of a network's matrices and kernels to 0.
 
     Args:
         network: Not changed.
         fraction: Part of the weights that becomes 0, in [0, 1).
         scope: Whether this is the part of each tensor, or of all together.
+        keep: Names of parameters that stay.
 
     Returns:
         A changed copy. Vectors (biases, gains) stay.
 
     Raises:
-        ValueError: If the fraction is outside [0, 1), or the scope is unknown.
+        ValueError: If the fraction is outside [0, 1), the scope is unknown, or there is no such matrix to keep.
 
     Example:
         >>> pruned = prune_by_magnitude(nn.Linear(10, 10), 0.7)
@@ -104,7 +121,7 @@ def prune_by_magnitude(network: nn.Module, fraction: float, *, scope: Scope = "t
     check_numbers("in [0, 1)", fraction=fraction)
     check_words(("scope", scope, ("tensor", "global")))
     result = copy.deepcopy(network)
-    axes = matrices_of(result)
+    axes = pruned_matrices(result, keep)
     own = {name: parameter.detach() for name, parameter in result.named_parameters() if name in axes}
     if scope == "global" and own:
         whole = kept(torch.cat([weight.abs().double().reshape(-1) for weight in own.values()]), fraction)
@@ -144,6 +161,18 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
         for name, own in network.named_parameters()
         if own.is_floating_point() and sum(size > 1 for size in own.shape) > 1
     }
+
+
+def pruned_matrices(network: nn.Module, keep: Collection[str]) -> dict[str, int]:
+    """Return :func:`matrices_of` without some.
+
+    Raises:
+        ValueError: If one of these is not among them.
+    """
+    axes = matrices_of(network)
+    if missing := [name for name in keep if name not in axes]:
+        raise ValueError(unknown("matrix to keep", missing[0], axes))
+    return {name: axis for name, axis in axes.items() if name not in keep}
 
 
 def rounded(weight: Tensor, bits: int, axis: int | None = None, largest: Tensor | None = None) -> Tensor:
@@ -188,13 +217,14 @@ def listed(data: Any) -> list[Any]:
     """Return the batches of data: of one batch, or of an iterable of them.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or two look like inputs and their targets.
     """
     if data is None:
         raise ValueError("data are missing; pass a batch of inputs, or an iterable of batches.")
     batches = [data] if isinstance(data, (Tensor, Call, Mapping, tuple)) else list(data)
     if not batches:
         raise ValueError("data hold no batch; expected at least one.")
+    check_batches(batches)
     return batches
 
 
@@ -205,10 +235,11 @@ class InputMode(TorchFunctionMode):
 
     Args:
         see: Maps the input, the weight, the input's axis of features (from the end), and the map as a function of its
-            input to the new input. The weight is None for ``nn.MultiheadAttention``.
+            input to the new input. The function of a convolution takes another kernel as well, and then omits the bias.
+            The weight is None for ``nn.MultiheadAttention``.
     """
 
-    def __init__(self, see: Callable[[Tensor, Tensor | None, int, Callable[[Tensor], Any]], Tensor]) -> None:
+    def __init__(self, see: Callable[[Tensor, Tensor | None, int, Callable[..., Any]], Tensor]) -> None:
         super().__init__()
         self._see = see
 
@@ -216,7 +247,7 @@ class InputMode(TorchFunctionMode):
         """Call a function of torch."""
         given, keywords = list(args), dict(kwargs or {})
         if function is functional.multi_head_attention_forward:
-            given[:3] = [self._see(own, None, -1, lambda inputs: None) for own in given[:3]]
+            given[:3] = [self._see(own, None, -1, lambda *given: None) for own in given[:3]]
         elif function in _LINEAR:
             at, weight, axis = _LINEAR[function]
             names = ("input", "mat1")
@@ -225,8 +256,11 @@ class InputMode(TorchFunctionMode):
             place: Any = at if where is None else where
             other = given[weight] if len(given) > weight else keywords.get("weight", keywords.get("mat2"))
 
-            def again(inputs: Tensor) -> Any:
+            def again(inputs: Tensor, kernel: Tensor | None = None) -> Any:
                 changed = {**dict(enumerate(given)), **keywords, place: inputs}
+                if kernel is not None:
+                    changed |= {1: kernel, 2: None} if len(given) > 1 else {"weight": kernel}
+                    changed["bias"] = None
                 rest = {name: changed[name] for name in keywords}
                 return function(*(changed[number] for number in range(len(given))), **rest)
 
@@ -249,7 +283,7 @@ class RoundedInputs(InputMode):
         super().__init__(self._rounded)
         self.bits, self.ranges, self.seen = bits, ranges, list[Tensor]()
 
-    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
+    def _rounded(self, inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[..., Any]) -> Tensor:
         if not inputs.is_floating_point():
             return inputs
         number = len(self.seen)
@@ -309,21 +343,43 @@ def largest_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]
     Returns:
         By the name of the weight; each of shape (features,).
     """
-    names = {own.data_ptr(): name for name, own in network.named_parameters()}
     found: dict[str, Tensor] = {}
 
-    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
+    def take(name: str, sizes: Tensor) -> None:
+        own = sizes.amax(0)
+        found[name] = own if name not in found else torch.maximum(found[name], own)
+
+    _with_inputs(network, data, take)
+    return found
+
+
+def mean_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the mean magnitude of each input feature; see :func:`largest_inputs`."""
+    totals: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def take(name: str, sizes: Tensor) -> None:
+        totals[name] = sizes.sum(0) + totals.get(name, 0)
+        counts[name] = len(sizes) + counts.get(name, 0)
+
+    _with_inputs(network, data, take)
+    return {name: own / counts[name] for name, own in totals.items()}
+
+
+def _with_inputs(network: nn.Module, data: Iterable[Any], take: Callable[[str, Tensor], None]) -> None:
+    """Call a function with the name of each weight that is used, and the magnitudes of its inputs by feature."""
+    names = {own.data_ptr(): name for name, own in network.named_parameters()}
+
+    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[..., Any]) -> Tensor:
         name = None if weight is None else names.get(weight.data_ptr())
         if name is not None:
-            own = inputs.abs().movedim(axis, -1).flatten(0, -2).amax(0)
-            found[name] = own if name not in found else torch.maximum(found[name], own)
+            take(name, inputs.abs().movedim(axis, -1).flatten(0, -2))
         return inputs
 
     with torch.no_grad(), evaluating(network), twice_differentiable():
         for batch in data:
             with InputMode(see):
                 call_of(batch).run(network)
-    return found
 
 
 def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
@@ -342,7 +398,7 @@ def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]
     parameters = dict(exact.named_parameters())
     found: dict[str, Tensor] = {}
 
-    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[[Tensor], Any]) -> Tensor:
+    def see(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[..., Any]) -> Tensor:
         if weight is not None and weight.requires_grad:
             total = again(inputs.detach().square()).sum()
             slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True, retain_graph=True)

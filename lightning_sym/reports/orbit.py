@@ -23,6 +23,7 @@ ARMS = {
     "hadamard": "Hadamard",
     "equalized": "equalised",
     "smooth_quant": "SmoothQuant",
+    "awq": "AWQ",
     "wanda": "Wanda",
     "range": "least range",
     "l1": "least L1 norm",
@@ -34,13 +35,19 @@ ARMS = {
     },
 }
 # Arms that all figures compare; others are in the tables, or would hide these.
-_COMPARED = ("trained", "balanced", "hadamard", "equalized", "smooth_quant", "wanda", "l1", "orbit")
+_COMPARED = ("trained", "balanced", "hadamard", "equalized", "smooth_quant", "awq", "wanda", "l1", "orbit")
 _LOOKS: Mapping[str, Mapping[str, Any]] = {ARMS["trained"]: {"color": "black"}, ARMS["orbit"]: {"lw": 2.5}}
 # Quantities that are compared, and whether by quotients.
 _QUOTIENTS = {"objective": True, "objective_test": True, "error": True, "accuracy": False}
 _QUANTITIES = (*_QUOTIENTS, "seconds")
+_TITLES = {
+    "tensor": "one range per tensor",
+    "channel": "one range per channel",
+    "nearest": "to nearest",
+    "gptq": "GPTQ",
+}
 _NAMES = {
-    "quantization_error": ("bits", "rounded to nearest"),
+    "quantization_error": ("bits", "rounded"),
     "sparsity": ("fraction of weights pruned", "pruned by magnitude"),
 }
 
@@ -215,7 +222,7 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
                 levels: Any = partial(_whole, rows) if name == "accuracy" else {}
                 panel = Panel(
                     [marks],
-                    lambda row: f"one range per {row['variant']}" if row["variant"] in ("tensor", "channel") else "",
+                    _panel_title,
                     option,
                     ylabel,
                     by=["variant"],
@@ -231,6 +238,11 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
         title = f"{objective.replace('_', ' ').capitalize()} on the orbit: {{title}}"
         panel = Panel([named], "{level}", by=["level", "variant"], flat=True, bottom=0)
         yield "objective", Chart([panel], title, columns=1, legend="")
+
+
+def _panel_title(row: Row) -> str:
+    """Return the title of a panel of rounded networks; without a word for options that have none."""
+    return ", ".join(_TITLES[word] for word in str(row["variant"]).split(", ") if word in _TITLES)
 
 
 def _whole(rows: Sequence[Row], row: Row) -> dict[str, float]:

@@ -16,23 +16,27 @@ from lightning_sym.orbit import (
     Objective,
     OrbitDirections,
     OrbitMinimum,
+    awq,
     cross_layer_equalization,
     minimize_on_orbit,
     objective_named,
     prune_by_magnitude,
     prune_by_wanda,
+    round_by_gptq,
     round_to_nearest,
     smooth_quant,
 )
 from lightning_sym.reports.orbit import OrbitPoint
 from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
 from lightning_sym.zoo import ModelZoo
 
 Option = bool | int | float | str
 # Networks that are not found by descent; Wanda differs by what is pruned only.
-GIVEN = ("trained", "random", "balanced", "hadamard", "equalized", "smooth_quant", "wanda")
+GIVEN = ("trained", "random", "balanced", "hadamard", "equalized", "smooth_quant", "awq", "wanda")
+ROUNDINGS = {"nearest": round_to_nearest, "gptq": round_by_gptq}
 FACTORS = ("scales", "cells", "gained", "rotations", "phases", "shifts", "tilts")
 PROXIES = ("range", "l1")
 DESCENTS = ("orbit", "random_orbit", *PROXIES, *FACTORS)
@@ -54,6 +58,7 @@ class OrbitTask(UntrainedTask):
     - ``hadamard``: Hadamard matrices rotate residual streams (QuaRot).
     - ``equalized``: equal ranges of incoming and outgoing weights (cross-layer equalisation).
     - ``smooth_quant``: scales that move outliers of activations to the weights (SmoothQuant).
+    - ``awq``: scales by a power of the mean activations, found by a search over powers (AWQ).
     - ``wanda``: the network of the zoo, with weights pruned by magnitude times the norm of their input (Wanda).
     - ``orbit``: the objective is minimised over the orbit, :func:`lightning_sym.orbit.minimize_on_orbit`.
     - ``random_orbit``: likewise, from the random point.
@@ -68,9 +73,10 @@ class OrbitTask(UntrainedTask):
             are the horizontal axis of the figures.
         options: Further options of the objective, the same in all settings.
         arms: The arms, ``trained`` among them.
-        some: Arms that are run for some values of the first option only: by arm, the values. Not ``trained``.
+        some: Arms and roundings for some values of the first option only: by name, the values. Not ``trained``.
+        roundings: How weights are rounded, ``nearest`` or ``gptq``; with several, each arm is rounded in all ways.
         members: How many members, the first ones, >= 1; None for all.
-        images: Number of training inputs for the descents and for SmoothQuant and Wanda, >= 1.
+        images: Number of training inputs for the descents and for SmoothQuant, AWQ, GPTQ and Wanda, >= 1.
         steps: Most steps of a descent, >= 1.
         lr: Learning rate of Adam, > 0.
         orbit_seed: Seed of random elements and of the choice of training inputs, >= 0.
@@ -82,11 +88,12 @@ class OrbitTask(UntrainedTask):
         results: The latest results of :meth:`measure_all`.
 
     Raises:
-        ValueError: If an argument is out of its range, or there is no such objective, option or arm.
+        ValueError: If an argument is out of its range, or there is no such objective, option, arm or rounding.
 
     References:
         docs/theory/orbit.md. Nagel et al. (2019), arXiv:1906.04721; Xiao et al. (2023), arXiv:2211.10438; Ashkboos et
-        al. (2024), arXiv:2404.00456; Sun et al. (2024), arXiv:2306.11695.
+        al. (2024), arXiv:2404.00456; Sun et al. (2024), arXiv:2306.11695; Frantar et al. (2023), arXiv:2210.17323; Lin
+        et al. (2024), arXiv:2306.00978.
 
     Example:
         >>> task = OrbitTask("runs/zoo-digits-mlp/zoo", "quantization_error", {"bits": [3, 4]})
@@ -106,6 +113,7 @@ class OrbitTask(UntrainedTask):
         options: dict[str, Option] | None = None,
         arms: Sequence[str] = DEFAULT_ARMS,
         some: dict[str, list[Option]] | None = None,
+        roundings: Sequence[str] = ("nearest",),
         members: int | None = None,
         images: int = 256,
         steps: int = 100,
@@ -133,10 +141,20 @@ class OrbitTask(UntrainedTask):
             self._objective(arm, self.settings[0])
         for setting in self.settings:
             self._objective("trained", setting)
-        if other := [arm for arm in self.some if arm not in self.arms or arm == "trained"]:
-            raise ValueError(unknown("arm of some", other[0], [arm for arm in self.arms if arm != "trained"]))
+        self.roundings = tuple(roundings)
+        for rounding in self.roundings:
+            if rounding not in ROUNDINGS:
+                raise ValueError(unknown("rounding", rounding, ROUNDINGS))
+        if not self.roundings or len(set(self.roundings)) < len(self.roundings):
+            raise ValueError(f"roundings must be different, at least one, got {list(self.roundings)}.")
+        known = [name for name in (*self.arms, *self.roundings[1:]) if name != "trained"]
+        if other := [name for name in self.some if name not in known]:
+            raise ValueError(unknown("arm of some", other[0], known))
         if "wanda" in self.arms and objective != "sparsity":
             raise ValueError(f"the arm wanda prunes, but the objective is {objective}; leave it out of arms.")
+        if objective != "quantization_error" and ("awq" in self.arms or self.roundings != ("nearest",)):
+            what = "arm awq" if "awq" in self.arms else "rounding gptq"
+            raise ValueError(f"the {what} rounds, but the objective is {objective}; leave it out.")
         self.zoo, self.members, self.images, self.steps, self.lr = str(zoo), members, images, steps, lr
         self.orbit_seed, self.allow = orbit_seed, tuple(allow or ())
         self.save_hyperparameters()
@@ -218,10 +236,14 @@ class OrbitTask(UntrainedTask):
     ) -> list[OrbitPoint]:
         """Measure one arm of one member in all settings."""
         start: Any = self._start(arm, network, number, calibration)
+        with torch.no_grad(), evaluating(network):
+            whole = network(test[0]) if self.changes else None
         points = []
         for setting in self.settings:
-            if arm in self.some and next(iter(setting.values())) not in self.some[arm]:
+            if not self._has(arm, setting):
                 continue
+            if arm == "awq":
+                start = self._awq(network, setting, calibration)
             found = self._found(arm, network, setting, calibration, start)
             if arm in GIVEN:
                 start = found.element  # the same in all settings
@@ -233,12 +255,28 @@ class OrbitTask(UntrainedTask):
             if arm in PROXIES:
                 values["objective"] = self._found("trained", network, setting, calibration, found.element).after
             if self.changes:
-                changed = self._changed(arm, found.network, {**self.options, **setting}, calibration)
-                values |= _compared(changed, network, *test)
-            elif self._objective(arm, setting).reads_data:
+                for rounding in self.roundings:
+                    if self._has(rounding, setting):
+                        changed = self._changed(arm, found.network, {**self.options, **setting}, calibration, rounding)
+                        own = {**values, **_compared(changed, whole, *test)}
+                        named = {"rounding": rounding} if len(self.roundings) > 1 else {}
+                        points.append(OrbitPoint(number, arm, {**setting, **named}, own))
+                        values = {"change": found.change}  # the others are of the point, and given once
+                continue
+            if self._objective(arm, setting).reads_data:
                 values["objective_test"] = self._found("trained", network, setting, test, found.element).after
             points.append(OrbitPoint(number, arm, setting, values))
         return points
+
+    def _has(self, name: str, setting: Mapping[str, Option]) -> bool:
+        """Return whether an arm or a rounding is measured in a setting."""
+        return name not in self.some or next(iter(setting.values())) in self.some[name]
+
+    def _awq(self, network: nn.Module, setting: Mapping[str, Option], calibration: tuple[Tensor, Tensor]) -> Element:
+        """Return the element of AWQ."""
+        given: dict[str, Any] = {**self.options, **setting}
+        own = {name: given[name] for name in ("bits", "granularity") if name in given}
+        return awq(self.symmetry, network, calibration, **own)
 
     def _start(self, arm: str, network: nn.Module, number: int, calibration: tuple[Tensor, Tensor]) -> Any:
         """Return the point where an arm begins, as :func:`lightning_sym.orbit.minimize_on_orbit` takes it."""
@@ -268,11 +306,15 @@ class OrbitTask(UntrainedTask):
             seed=self.orbit_seed,
         )
 
-    def _changed(self, arm: str, network: nn.Module, options: Mapping[str, Any], calibration: Any) -> nn.Module:
+    def _changed(
+        self, arm: str, network: nn.Module, options: Mapping[str, Any], calibration: Any, rounding: str
+    ) -> nn.Module:
         """Return the rounded or pruned network."""
         given = {name: value for name, value in options.items() if name != "kind"}  # which is of the objective alone
         if self.objective == "quantization_error":
-            return round_to_nearest(network, **given, **({"data": calibration} if "activations" in given else {}))
+            needed = rounding == "gptq" or "activations" in given
+            given = {"bits": 4, **given, **({"data": calibration} if needed else {})}
+            return ROUNDINGS[rounding](network, **given)
         if arm == "wanda":
             return prune_by_wanda(network, calibration, **given)
         return prune_by_magnitude(network, **given)
@@ -287,10 +329,10 @@ def _inputs(data: Any, split: Any, device: torch.device) -> tuple[Tensor, Tensor
     return normalised.to(device), targets.to(device)
 
 
-def _compared(changed: nn.Module, network: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """Return the relative squared error of a network's outputs, and with classes both accuracies."""
-    with torch.no_grad(), evaluating(changed), evaluating(network):
-        before, after = network(inputs), changed(inputs)
+def _compared(changed: nn.Module, before: Any, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return the relative squared error against the outputs of the whole network, and with classes both accuracies."""
+    with torch.no_grad(), evaluating(changed):
+        after = changed(inputs)
     found = {"error": float((after - before).square().sum() / before.square().sum())}
     if not targets.is_floating_point():
         for name, outputs in (("accuracy", after), ("whole_accuracy", before)):

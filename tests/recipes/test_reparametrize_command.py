@@ -3,12 +3,16 @@
 import csv
 import errno
 import functools
+import io
+import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +22,19 @@ import torch
 import torchvision
 from commands import call, succeed
 from helpers import assert_refused, randomize_statistics
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lightning_sym.cli.reparametrize import FACTORS, OBJECTIVES
+from lightning_sym.cli.reparametrize import FACTORS, OBJECTIVES, _Progress
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
-from lightning_sym.orbit import objectives, reparametrize_checkpoint, round_to_nearest, weight_norm
+from lightning_sym.orbit import minimize_on_orbit, objectives, reparametrize_checkpoint, round_to_nearest, weight_norm
 from lightning_sym.orbit.directions import KINDS
-from lightning_sym.orbit.files import calibration_batch
+from lightning_sym.orbit.files import calibration_batch, stored_input
+from lightning_sym.orbit.objective import Watched
 from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.long
@@ -298,6 +305,61 @@ def test_the_same_seed_gives_the_same_files_and_double_precision_stays() -> None
     assert {path.name for path in Path().glob("one*")} == {
         f"one.{end}" for end in ("safetensors", "element.safetensors", "history.csv", "report.json")
     }
+
+
+def test_an_element_of_an_own_class_is_applied_without_the_shape_of_an_input() -> None:
+    Path("own_networks.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Plain(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))\n"
+    )
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        layers = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+        as_file(layers, f"{name}.safetensors")
+    own = "--network=own_networks.Plain"
+    sought = "--objective=weight_norm", "--input=1,2,3", "--out=moved.safetensors"
+    succeed("reparametrize", "a.safetensors", own, *sought)
+    apply = "reparametrize", "b.safetensors", own, "--apply=moved.element.safetensors"
+    succeed(*apply, "--out=other.safetensors")
+    succeed(*apply, "--input=1,2,3", "--out=again.safetensors")
+    assert Path("other.safetensors").read_bytes() == Path("again.safetensors").read_bytes()
+    assert not torch.equal(load_file("other.safetensors")["1.weight"], layers[1].weight)
+    given = load_file("moved.element.safetensors")
+    with safe_open("moved.element.safetensors", "pt") as opened:
+        metadata = opened.metadata()
+    for text, says in (
+        ('{"shape": [1, -2], "tokens": null}', "its input is"),
+        ('{"shape": [99999, 99999], "tokens": null}', "9999800001 numbers"),
+        ("[1", "is damaged"),
+    ):
+        save_file(given, "moved.element.safetensors", {**metadata, "lightning_sym.input": text})
+        assert_refused(stored_input, "moved.element.safetensors", says=[says, "write it again"])
+    save_file(given, "moved.element.safetensors", {"lightning_sym.group": metadata["lightning_sym.group"]})
+    assert stored_input("moved.element.safetensors") is None
+
+
+def test_progress_is_one_line_on_a_terminal_and_seldom_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def __init__(self, *, terminal: bool) -> None:
+            super().__init__()
+            self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+    def shown(*, terminal: bool, seconds: float) -> str:
+        monkeypatch.setattr(sys, "stderr", screen := Screen(terminal=terminal))
+        times = itertools.count(step=seconds)
+        monkeypatch.setattr(time, "monotonic", lambda: next(times))
+        network = perceptron().double()
+        progress = _Progress("weight_norm")
+        minimize_on_orbit(trace_symmetry(network, X.double()), network, Watched(weight_norm(4), progress), max_steps=5)
+        progress.close()
+        return screen.getvalue()
+
+    lines = shown(terminal=True, seconds=0.5).split("\r")
+    assert re.fullmatch(r"weight_norm: \d+\.\d+ after 1 evaluations, 0 s *", lines[1])
+    assert len(lines) > 6
+    assert not lines[-1].strip()
+    assert len(shown(terminal=False, seconds=15).splitlines()) in range(3, 8)
+    assert not shown(terminal=False, seconds=0.1)
 
 
 def test_objectives_of_ones_own_and_maxima_within_a_budget() -> None:

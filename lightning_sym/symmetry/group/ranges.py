@@ -62,12 +62,17 @@ class Ranges:
         within = range(len(structure.dense)) if cells else ()
         self.classes: list[Ints] = classes_of(structure, structure.scale_table, self._forms, within)
 
+    def factor(self, name: str, slot: Slot | None = None) -> Floats:
+        """Return the factors of a matrix's entries under the current scales, to be broadcast; or those of one axis."""
+        result: Floats = np.ones(())
+        for own in self._slots[name] if slot is None else [slot]:
+            factor = np.exp(self._forms[own.rows] @ self.logs)
+            result = result * on_axes(factor, own.shape, own.axes, self._weights[name].ndim)
+        return result
+
     def largest(self, each: Slices) -> Floats:
         """Return the largest magnitude at each position of an axis, under the current scales."""
-        weight = self._weights[each.name].numpy()
-        for slot in self._slots[each.name]:
-            factor = np.exp(self._forms[slot.rows] @ self.logs)
-            weight = weight * on_axes(factor, slot.shape, slot.axes, weight.ndim)
+        weight = self._weights[each.name].numpy() * self.factor(each.name)
         found: Floats = together(torch.from_numpy(weight), each.slot.axes).reshape(each.slot.size, -1).amax(1).numpy()
         return found
 

@@ -1,6 +1,8 @@
 """Safetensors files of elements."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_safetensors
@@ -12,13 +14,13 @@ from lightning_sym.symmetry.group.element import Element
 _GROUP = "lightning_sym.group"  # the key of the fingerprint in a file's metadata
 
 
-def write_element(element: Element, path: str | Path) -> Path:
-    """Write an element and the fingerprint of its group; see :meth:`Symmetry.save`."""
+def write_element(element: Element, path: str | Path, metadata: Mapping[str, str] = MappingProxyType({})) -> Path:
+    """Write an element and the fingerprint of its group, with further metadata; see :meth:`Symmetry.save`."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"an element is written to a file of safetensors; expected {path.name}.safetensors")
     tensors = {name: tensor.clone().contiguous() for name, tensor in element.tensors().items()}
-    write_atomically(path, save_safetensors(tensors, metadata={_GROUP: element.group}))
+    write_atomically(path, save_safetensors(tensors, metadata={**metadata, _GROUP: element.group}))
     return path
 
 

@@ -11,6 +11,7 @@ from lightning_sym.orbit import (
     prune_by_magnitude,
     prune_by_wanda,
     quantization_error,
+    round_by_gptq,
     round_to_nearest,
     smooth_quant,
 )
@@ -40,12 +41,18 @@ LAYER = nn.Linear(4, 3)
         (lambda: objective_named("sharpness", probes=0), "probes must be an integer >= 1"),
         (lambda: round_to_nearest(LAYER, 1), "bits must be an integer >= 2, got 1"),
         (lambda: round_to_nearest(LAYER, 4, "row"), "granularity"),
+        (lambda: round_by_gptq(LAYER, 1, data=torch.ones(2, 4)), "bits must be an integer >= 2, got 1"),
+        (lambda: round_by_gptq(LAYER, 4, "row", data=torch.ones(2, 4)), "granularity"),
+        (lambda: round_by_gptq(LAYER, 4, data=None), "data are missing"),
+        (lambda: prune_by_wanda(LAYER, torch.ones(2, 4), 0.5, keep=["bias"]), "matrix to keep 'bias'"),
+        (lambda: prune_by_magnitude(LAYER, 0.5, keep=["wieght"]), "Did you mean 'weight'"),
         (lambda: round_to_nearest(LAYER, 4, activations=8, data=[]), "data hold no batch"),
         (lambda: prune_by_magnitude(LAYER, 1.0), "fraction"),
         (lambda: prune_by_magnitude(LAYER, 0.5, scope="layer"), 'scope must be "tensor" or "global"'),
         (lambda: prune_by_wanda(LAYER, torch.randn(2, 4), 1.5), "fraction"),
         (lambda: prune_by_wanda(LAYER, None, 0.5), "data are missing"),
         (lambda: prune_by_wanda(LAYER, [], 0.5), "data hold no batch"),
+        (lambda: prune_by_wanda(LAYER, [torch.ones(5, 4), torch.arange(5)], 0.5), r"pass a tuple, data=\(inputs"),
     ],
 )
 def test_arguments_out_of_range(call, message):
@@ -80,3 +87,21 @@ def test_path_norms_refuse_networks_that_are_not_of_relu():
 def test_every_objective_is_built_from_its_defaults():
     for name, build in OBJECTIVES.items():
         assert type(build()) is type(objective_named(name))
+
+
+@pytest.mark.parametrize("targets", [torch.arange(5), torch.rand(5).double(), torch.arange(5)[:, None]])
+def test_inputs_and_targets_in_a_list_are_no_batches(targets):
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    inputs = torch.randn(5, 4).double()
+    symmetry = trace_symmetry(network, inputs)
+    for objective in (quantization_error(3), objective_named("path_norm"), objective_named("sharpness")):
+        with pytest.raises(ValueError, match=r"pass a tuple, data=\(inputs, targets\)"):
+            minimize_on_orbit(symmetry, network, objective, data=[inputs, targets], max_steps=0)
+    for data in ((inputs, targets), [inputs, 2 * inputs], [inputs, inputs[:1]]):
+        minimize_on_orbit(symmetry, network, quantization_error(3), data=data, max_steps=0)
+
+
+def test_batches_of_tokens_are_batches():
+    tokens = torch.arange(10).view(5, 2) % 7
+    network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
+    assert round_by_gptq(network, 3, data=[tokens, tokens.flip(0)])[1].weight.unique().numel() <= 7

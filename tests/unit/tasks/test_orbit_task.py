@@ -9,7 +9,7 @@ from scipy.stats import ttest_1samp
 
 from lightning_sym.callbacks import OrbitReport
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
-from lightning_sym.orbit import prune_by_wanda, quantization_error, round_to_nearest
+from lightning_sym.orbit import awq, prune_by_wanda, quantization_error, round_by_gptq, round_to_nearest
 from lightning_sym.tasks import OrbitTask
 
 ROUNDED = {"grid": {"bits": [3, 4], "granularity": ["tensor", "channel"]}}
@@ -106,6 +106,28 @@ def test_objective_is_that_of_the_calibration_images(run):
 def test_arms_can_be_limited_to_some_levels(run):
     _, task, _ = run
     assert {point.setting["bits"] for point in task.results if point.arm == "random_orbit"} == {4}
+
+
+def test_each_point_is_rounded_in_all_ways(zoo, tmp_path):
+    settings = {"grid": {"bits": [3, 4]}, "options": {"activations": 8}, "members": 2}
+    arms, some = ["trained", "awq", "orbit"], {"gptq": [3]}
+    task, report = ran(
+        tmp_path, zoo, "quantization_error", arms=arms, some=some, roundings=["nearest", "gptq"], **settings
+    )
+    assert len(task.results) == 2 * 3 * (2 + 1)
+    calibration, network = task._calibration(data(), torch.device("cpu")), task.model_zoo.load(1).double()
+    moved = task.symmetry.act(awq(task.symmetry, network, calibration, 3), network)
+    for rounding, change in (("nearest", round_to_nearest), ("gptq", round_by_gptq)):
+        (own,) = [one.values for one in task.results if (one.member, one.arm) == (1, "awq")
+                  and one.setting == {"bits": 3, "rounding": rounding}]  # fmt: skip
+        error, accuracy = compared(network, change(moved, 3, activations=8, data=calibration))
+        assert own["error"] == pytest.approx(error, rel=1e-9)
+        assert own["accuracy"] == accuracy
+        assert ("objective" in own) == (rounding == "nearest")
+    descents = [row for row in read_rows(tmp_path / "results/points") if row["arm"] == "orbit"]
+    assert [row["variant"] for row in descents] == ["nearest", "gptq", "nearest"] * 2
+    assert [row["seconds"] is None for row in descents] == [False, True, False] * 2
+    assert "6 descents" not in str(report.results.notes)
 
 
 def test_files_hold_means_and_intervals(run):
@@ -207,6 +229,10 @@ def test_a_run_that_was_interrupted_and_resumed_is_the_uninterrupted_one(zoo, ru
         refused(OrbitTask, "a", arms=["orbit"], says="trained"),
         refused(OrbitTask, "a", arms=["trained", "balance"], says="balanced"),
         refused(OrbitTask, "a", arms=["trained", "wanda"], says=["wanda", "quantization_error"]),
+        refused(OrbitTask, "a", "sparsity", arms=["trained", "awq"], says=["awq", "sparsity"]),
+        refused(OrbitTask, "a", "sparsity", roundings=["gptq"], says=["gptq", "sparsity"]),
+        refused(OrbitTask, "a", roundings=["nearest", "gtpq"], says="gptq"),
+        refused(OrbitTask, "a", roundings=[], says="at least one"),
         refused(OrbitTask, "a", arms=["trained", "l1"], says=["kind", "l1"]),
         refused(OrbitTask, "a", some={"scales": [4]}, says="scales"),
         refused(OrbitTask, "a", some={"trained": [4]}, says="trained"),
