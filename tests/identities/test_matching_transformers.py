@@ -243,3 +243,36 @@ def test_query_heads_inside_a_group_are_matched_under_noise():
     one, two = (weight_matching(symmetry, a, own, scales=False) for own in (b, c))
     assert two.distance_before > 1.2 * one.distance_before
     assert two.distance_after == pytest.approx(one.distance_after, rel=1e-9)
+
+
+class GroupedQueries(nn.Module):
+    """Attention with three queries for each of two keys, and a ReLU before values are averaged."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, size) for size in (24, 8, 8))
+        self.out = nn.Linear(24, 5)
+
+    def forward(self, x):
+        query, key, value = (
+            own.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for own in (self.query(x), self.key(x), self.value(x).relu())
+        )  # fmt: skip
+        key, value = (own.repeat_interleave(3, 1) for own in (key, value))
+        read = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+        return self.out(read.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_activations_match_keys_by_values_and_weights_their_queries(seed):
+    torch.manual_seed(0)
+    a = GroupedQueries().double().eval()
+    b, inputs = copy.deepcopy(a), torch.randn(64, 6, 8).double()
+    with torch.no_grad():
+        for own in b.parameters():
+            own.add_(0.1 * own.std() * torch.randn_like(own))
+    symmetry = trace_symmetry(a, inputs[:2], check=False)
+    element = symmetry.sample(torch.Generator().manual_seed(seed), scale=0.0)
+    one, two = (activation_matching(symmetry, a, own, inputs.split(16)) for own in (b, symmetry.act(element, b)))
+    assert two.distance_before > 10 * one.distance_before
+    assert two.distance_after == pytest.approx(one.distance_after, rel=1e-9)

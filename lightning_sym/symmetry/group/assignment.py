@@ -518,11 +518,13 @@ class CopiedBlocks:
         orbits: Indices of the orbits with these copies.
         pairs: Pairs of positions with one role: blocks at the first and at the second one, and the positions. Each of
             shape (pairs,).
+        alone: Whether the units themselves stay where copies are permuted.
     """
 
     table: Ints
     orbits: frozenset[int]
     pairs: tuple[Ints, Ints, Ints, Ints]
+    alone: bool
 
     def gains(
         self, structure: Structure, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
@@ -553,6 +555,7 @@ class CopiedBlocks:
 def copied_blocks(structure: Structure) -> list[CopiedBlocks]:
     """Return the blocks of copies inside blocks."""
     found = []
+    of_orbits = np.concatenate([np.zeros(0, np.int64), *structure.orbits])
     for table in structure.blocks:
         row_of = {int(slot): row for row, slots in enumerate(table) for slot in slots}
         orbits: set[int] = set()
@@ -573,7 +576,8 @@ def copied_blocks(structure: Structure) -> list[CopiedBlocks]:
                         rows.append(np.stack([mine, theirs, at, structure.columns[index][units, partner]]))
         if rows:
             first, second, ours, theirs = np.concatenate(rows, 1)
-            found.append(CopiedBlocks(table, frozenset(orbits), (first, second, ours, theirs)))
+            alone = not np.isin(table, of_orbits).any()
+            found.append(CopiedBlocks(table, frozenset(orbits), (first, second, ours, theirs), alone))
     return found
 
 
@@ -583,7 +587,7 @@ def best_blocks(
     """Assign blocks to places, and the units of each group within them.
 
     A block's gain at a place is that of the optimal assignment of its members. Members that are mixed count with the
-    gain of the optimal mixing, or unmixed without `mixing`.
+    gain of the optimal mixing, or unmixed without `mixing`. Groups without gains are moved along.
 
     Args:
         system: The blocks.
@@ -598,15 +602,16 @@ def best_blocks(
     total = np.zeros((count, count))
     for group, places in system.kinds:
         for mixer in group.mixers:
-            total += mixer.gains_of_blocks(raw[group.index, mixer.name], places, mixing)
-        for new, old in itertools.product(range(count), repeat=2) if group.alone else ():
+            if (group.index, mixer.name) in raw:
+                total += mixer.gains_of_blocks(raw[group.index, mixer.name], places, mixing)
+        for new, old in itertools.product(range(count), repeat=2) if group.index in tables else ():
             total[new, old] += tables[group.index].best(places[new], places[old])[0]
     order = best_assignment(total)
     chosen: dict[int, Chosen] = {}
     for group, places in system.kinds:
         own = chosen.setdefault(group.index, Chosen(np.arange(len(group.units)), {}))
         for new, old in enumerate(order):
-            if group.alone:
+            if group.index in tables:
                 tables[group.index].put(own, places[new], places[old])
             else:
                 own.source[places[new]] = places[old]

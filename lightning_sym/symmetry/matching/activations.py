@@ -221,8 +221,8 @@ def activation_matching(
 
     The permutation of each axis group maximises :math:`\sum_i C_{i p(i)}`, with the correlations (or mean products)
     :math:`C` of activations, exactly and in one pass. Where the activations' sign is free, :math:`|C|` counts. Cells
-    and blocks are respected. Given these permutations, weights determine the rest: other signs, scales, and groups that
-    no module's output shows.
+    and blocks are respected. Given these permutations, weights determine the rest: other signs, scales, copies of units
+    inside blocks (query heads of one group), and groups that no module's output shows.
 
     With `torch.distributed`, each rank passes its own batches, and all get the same match.
 
@@ -268,15 +268,20 @@ def activation_matching(
         }
         tables = {index: Tables(gain) for index, gain in gains.items()}
         chosen: dict[int, Chosen] = {}
+        copies = [np.zeros((2, 0), np.int64)]  # their places, and the copies that go there
         for system in block_systems(symmetry.structure, groups):
-            if system.groups.keys() <= tables.keys():
-                chosen.update(best_blocks(system, tables, {})[1])
-        chosen |= {index: within_cells(groups[index], own) for index, own in tables.items() if index not in chosen}
+            if system.groups.keys() & tables.keys():  # other groups, such as mixed queries and keys, are moved along
+                order, own = best_blocks(system, tables, {})
+                chosen.update(own)
+                copies.append(np.stack([system.slots.ravel(), system.slots[order].ravel()]))
+        along = {index: chosen[index] for index in chosen.keys() - tables.keys()}
+        chosen = {index: chosen.get(index) or within_cells(groups[index], own) for index, own in tables.items()}
         for index in moments.mixed_orbits:
             chosen.pop(index, None)  # the matrices that mix it include permutations
+            along.pop(index, None)
         compared = comparable(symmetry, a, b, balance=scales and balance, signs=signs)
         descent = Descent(compared, signs=signs, device=where)
-        parts = descent.parts_of(chosen)
+        parts = descent.parts_of({**along, **chosen}, *np.concatenate(copies, 1))
         for factor in symmetry.factors:
             products = {
                 index: moments.mixed_product(name, index) for name, index in moments.mixed if name == factor.name

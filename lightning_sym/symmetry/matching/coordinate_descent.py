@@ -215,7 +215,7 @@ class Descent:
         for index, free in cells.items():
             self.groups[index] = replace(self.groups[index], cells=free)
         self.systems = [s for s in self.systems if not cells.keys() & s.groups.keys()]
-        self.copies = [own for own in self.copies if not cells.keys() & own.orbits]
+        self.copies = [own for own in self.copies if own.alone or not cells.keys() & own.orbits]
         self._kept_signs = dict(signs)
 
     def _moved(self, element: Element, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
