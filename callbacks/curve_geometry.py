@@ -118,9 +118,7 @@ class CurveGeometry(RunReport):
         members = sorted({number for name in measured for number in name[:2]})
         zoo = task.model_zoo
         about = {
-            "architecture": zoo.architecture,
-            "zoo": str(zoo.path),
-            "members": {str(number): zoo.member(number).sha256 for number in members},
+            **zoo.source(members),
             "images": {name.title: shape.samples for name, shape in measured.items()},
             "seeds": {"members": members, "seed": task.seed},
             "settings": {

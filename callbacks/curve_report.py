@@ -134,9 +134,7 @@ class CurveReport(RunReport):
         paths, planes, stopped = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})
         about = {
-            "architecture": zoo.architecture,
-            "zoo": str(zoo.path),
-            "members": {str(number): zoo.member(number).sha256 for number in members},
+            **zoo.source(members),
             "pairs": [list(pair) for pair in task.pairs],
             "points": self.points,
             "images": {split: along.samples for split, along in next(iter(paths[LINE].values())).along.items()},

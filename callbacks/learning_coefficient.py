@@ -8,8 +8,7 @@ from pytorch_lightning import LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks._checks import loss_of
 from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite
@@ -105,21 +104,17 @@ class LearningCoefficient(TrainingMonitor):
     ) -> None:
         often = _NEVER if every_n_epochs is None else every_n_epochs
         super().__init__(often, None, members, network, dirpath, prefix)
-        if chains is not None:
-            check_integers(3, chains=chains)
+        check_integers(3, optional=True, chains=chains)
         check_integers(8, steps=steps)
         check_integers(0, seed=seed)
         if burn_in is not None and not steps <= 2 * burn_in + 1 <= 2 * steps:
             raise ValueError(f"burn_in must be at least half of steps={steps} and less than all, got {burn_in!r}.")
         optional = {"inverse_temperature": inverse_temperature, "step": step}
         check_numbers("> 0", **{name: value for name, value in optional.items() if value is not None})
-        if localisation is not None:
-            check_numbers(">= 0", localisation=localisation)
-        if batch_size is not None:
-            check_integers(batch_size=batch_size)
-        for name, choice, choices in (("method", method, METHODS), ("execution", execution, ("vmap", "loop"))):
-            if choice not in choices:
-                raise ValueError(unknown(name, choice, choices))
+        check_numbers(">= 0", optional=True, localisation=localisation)
+        check_integers(optional=True, batch_size=batch_size)
+        check_known("method", method, METHODS)
+        check_known("execution", execution, ("vmap", "loop"))
         self.loss = loss
         self.chains, self.steps, self.burn_in = chains, steps, burn_in
         self.inverse_temperature, self.localisation, self.step = inverse_temperature, localisation, step

@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from pytorch_lightning import LightningModule, Trainer
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_known
 from lightning_sym._random import generator
 from lightning_sym._tags import details, tag
-from lightning_sym._text import unknown
 from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, learned_networks
 from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.report import RunReport
@@ -112,17 +111,12 @@ class MarginalLikelihood(RunReport):
         dirpath: str | None = None,
     ) -> None:
         super().__init__(dirpath)
-        given = {"burn_in": burn_in, "every_n_epochs": every_n_epochs, "steps": steps, "samples": samples}
-        optional = ("burn_in", "samples")
-        check_integers(1, **{name: value for name, value in given.items() if value is not None or name not in optional})
-        for name, choice, accepted in (
-            ("lr_schedule", lr_schedule, ("constant", "cosine")),
-            ("granularity", granularity, ("per_path", "per_tensor")),
-            ("ffc", ffc, ("shared", "per_channel")),
-            ("engine", engine, tuple(ENGINES)),
-        ):
-            if choice not in accepted:
-                raise ValueError(unknown(name, choice, accepted))
+        check_integers(every_n_epochs=every_n_epochs, steps=steps)
+        check_integers(optional=True, burn_in=burn_in, samples=samples)
+        check_known("lr_schedule", lr_schedule, ("constant", "cosine"))
+        check_known("granularity", granularity, ("per_path", "per_tensor"))
+        check_known("ffc", ffc, ("shared", "per_channel"))
+        check_known("engine", engine, ENGINES)
         PrecisionOptimizer(["trial"], lr=lr, bounds=(bounds[0], bounds[1]))  # rejects bad settings early
         self.burn_in = burn_in
         self.every_n_epochs = every_n_epochs

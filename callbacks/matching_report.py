@@ -150,9 +150,7 @@ class MatchingReport(RunReport):
         curves, distances, changes, means = measured
         zoo, members = task.model_zoo, sorted({number for pair in task.pairs for number in pair})
         about = {
-            "architecture": zoo.architecture,
-            "zoo": str(zoo.path),
-            "members": {str(number): zoo.member(number).sha256 for number in members},
+            **zoo.source(members),
             "pairs": [list(pair) for pair in task.pairs],
             "points": self.points,
             "images": {line.split: next(iter(found.values())).samples for line, found in curves.items()},

@@ -48,9 +48,7 @@ class OrbitReport(RunReport):
         """Return the tables and the figures."""
         zoo, numbers = task.model_zoo, task.numbers
         about = {
-            "architecture": zoo.architecture,
-            "zoo": str(zoo.path),
-            "members": {str(number): zoo.member(number).sha256 for number in numbers},
+            **zoo.source(numbers),
             "seeds": {"members": numbers, "orbit_seed": task.orbit_seed},
             "settings": {
                 **picked(task, "objective", "grid", "options", "some", "images", "steps", "lr"),

@@ -72,9 +72,7 @@ class PruningReport(RunReport):
             )
         zoo = task.model_zoo
         about = {
-            "architecture": zoo.architecture,
-            "zoo": str(zoo.path),
-            "members": {str(number): zoo.member(number).sha256 for number, _ in task.jobs},
+            **zoo.source(number for number, _ in task.jobs),
             "settings": [vars(settings) for settings in task.settings.values()],
             "optimizer": task.describe(),
             **self.source(data),

@@ -107,8 +107,7 @@ class WalkReport(RunReport):
                     chains=self.chains,
                     steps=_CHAIN_STEPS - _CHAIN_BURN_IN,
                     burn_in=_CHAIN_BURN_IN,
-                    dimension=int(walk.ranks[0]),
-                    target_loss=self.temperature * zero,
+                    inverse_temperature=int(walk.ranks[0]) / (2 * (self.temperature * zero)),
                     seed=self.seed,
                     progress=progress,
                 )

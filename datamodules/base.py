@@ -10,10 +10,9 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import generator
-from lightning_sym._text import unknown
 from lightning_sym.datamodules.loader import (
     EpochLoader,
     TensorLoader,
@@ -249,8 +248,7 @@ class InMemoryDataModule(InputDataModule):
         Raises:
             ValueError: If there is no such split.
         """
-        if split not in ("train", "val", "test"):
-            raise ValueError(unknown("split", split, ("train", "val", "test")))
+        check_known("split", split, ("train", "val", "test"))
         self.setup()
         return self._splits[split]
 
@@ -384,8 +382,7 @@ class ImageDataModule(InMemoryDataModule):
 
         check_numbers("in (0, 1]", train_fraction=train_fraction)
         check_numbers("in [0, 1)", val_fraction=val_fraction)
-        if max_samples is not None:
-            check_integers(max_samples=max_samples)
+        check_integers(optional=True, max_samples=max_samples)
         check_shift(shift, shift_fill, self.image_size)
         check_statistics(mean, std, self.in_channels)
         self._train_fraction, self._val_fraction, self._max_samples = train_fraction, val_fraction, max_samples

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, height_width
+from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym._text import unknown
 from lightning_sym.datamodules.base import InputDataModule
 from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader
@@ -69,8 +69,7 @@ class BrodenDataModule(InputDataModule):
     ) -> None:
         super().__init__()
         check_integers(num_classes=num_classes, eval_batch_size=eval_batch_size)
-        if max_samples is not None:
-            check_integers(max_samples=max_samples)
+        check_integers(optional=True, max_samples=max_samples)
         self._size = height_width(image_size, "image_size")
         check_statistics(mean, std, 3)
         self.save_hyperparameters()
@@ -100,8 +99,7 @@ class BrodenDataModule(InputDataModule):
         known = [row["name"] for row in self._table("category.csv", "name")]
         categories = list(known if self._categories is None else self._categories)
         for category in categories:
-            if category not in known:
-                raise ValueError(unknown("category", category, known))
+            check_known("category", category, known)
         concepts: list[Concept] = []
         for category in categories:
             self._places[category] = {}

@@ -99,9 +99,7 @@ class TensorDataModule(InMemoryDataModule):
         super().__init__(batch_size, eval_batch_size, data_seed)
         check_numbers("in [0, 1)", val_fraction=val_fraction)
         check_numbers("in (0, 1)", test_fraction=test_fraction)
-        for name, value in (("max_samples", max_samples), ("num_classes", num_classes)):
-            if value is not None:
-                check_integers(**{name: value})
+        check_integers(optional=True, max_samples=max_samples, num_classes=num_classes)
         given = {"train": train, "val": val, "test": test}
         self.save_hyperparameters(ignore=["dataset", "augmentations", *given])
         self._augmentations = _checked(augmentations)

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._random import generator
-from lightning_sym._text import unknown
 
 Split: TypeAlias = Literal["train", "test"]
 
@@ -94,8 +93,7 @@ class ImageTransform(ABC):
             ValueError: If no imported subclass has that path.
         """
         path, known = str(config.get("class_path")), ImageTransform._known
-        if path not in known:
-            raise ValueError(unknown("transform", path, sorted(known)))
+        check_known("transform", path, sorted(known))
         return known[path](**dict(config.get("init_args") or {}))
 
 
@@ -199,8 +197,7 @@ class Quadrant(ImageTransform):
         test_seed: int = 1000,
         jitter: int = 0,
     ) -> None:
-        if target not in ("digit", "digit_and_quadrant"):
-            raise ValueError(unknown("target", target, ("digit", "digit_and_quadrant")))
+        check_known("target", target, ("digit", "digit_and_quadrant"))
         check_integers(num_classes=num_classes)
         check_integers(0, jitter=jitter)
         if size is not None and (size < 2 or size % 2):

@@ -66,9 +66,7 @@ def flat_settings(node: object, path: str = "") -> Iterator[tuple[str, str]]:
                 inside |= values
         for name, value in inside.items():
             yield from flat_settings(value, f"{path}.{name}" if path else name)
-    elif isinstance(node, list | tuple) and any(
-        isinstance(one, Mapping | list | tuple) or hasattr(one, "as_dict") for one in node
-    ):
+    elif isinstance(node, list | tuple) and any(map(_nested, node)):
         yield path, json.dumps(f"{len(node)} of them")
         for number, one in enumerate(node):
             yield from flat_settings(one, f"{path}[{number}]")

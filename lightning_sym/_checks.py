@@ -2,11 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 
 import torch
 from torch import Tensor, nn
+
+from lightning_sym._text import unknown
 
 Grid = int | Sequence[int]
 
@@ -21,34 +23,38 @@ def is_integer(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_integers(least: int = 1, *, of: object = "", **values: object) -> None:
+def check_integers(least: int = 1, *, of: object = "", optional: object = False, **values: object) -> None:
     """Check that every value is an integer of at least ``least``.
 
     Args:
         least: Smallest allowed value.
         of: Owner of the arguments, for the message: words, or a module, which is named by its class.
+        optional: Whether a value may be None.
         values: The arguments by name.
 
     Raises:
         ValueError: If one is not; the message names it.
     """
     for name, value in values.items():
-        if not is_integer(value, least):
+        if not is_integer(value, least) and not (optional and value is None):
             raise ValueError(f"{_named(name, of)} must be an integer >= {least}, got {value!r}.")
 
 
-def check_numbers(allowed: str, *, of: object = "", **values: object) -> None:
+def check_numbers(allowed: str, *, of: object = "", optional: object = False, **values: object) -> None:
     """Check that every value is a number in an interval; infinity and NaN are in no interval.
 
     Args:
         allowed: ``"> 0"``, ``">= 0"``, or an interval such as ``"in (0, 1]"``.
         of: As for :func:`check_integers`.
+        optional: Whether a value may be None.
         values: The arguments by name.
 
     Raises:
         ValueError: If one is not; the message names it.
     """
     for name, value in values.items():
+        if optional and value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, Real) or not _within(float(value), allowed):
             raise ValueError(
                 f"{_named(name, of)} must be {'' if '(' in allowed else 'a number '}{allowed}, got {value!r}."
@@ -61,6 +67,30 @@ def check_words(*checks: tuple[str, object, tuple[str, ...]]) -> None:
         if value not in accepted:
             options = " or ".join(f'"{word}"' for word in accepted)
             raise ValueError(f"{name} must be {options}, got {value!r}.")
+
+
+def check_known(kind: str, value: object, options: Collection[str]) -> None:
+    """Raise unless a value is one of the options of its kind; the message lists them and proposes the nearest one."""
+    if value not in options:
+        raise ValueError(unknown(kind, value, options))
+
+
+def check_different(name: str, values: object, known: Collection[str] = (), *, of: str = "names") -> None:
+    """Check that a value is a list of different entries, at least one.
+
+    Args:
+        name: Name of the argument.
+        values: Its value.
+        known: The allowed entries; none for any.
+        of: What the entries are, for the message without ``known``.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    entries = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
+    if not entries or len(set(entries)) < len(entries) or (known and set(entries) - set(known)):
+        allowed = f"ones of {', '.join(known)}" if known else of
+        raise ValueError(f"{name} must be a list of different {allowed}, got {values!r}.")
 
 
 def _within(value: float, allowed: str) -> bool:

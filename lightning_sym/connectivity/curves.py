@@ -6,19 +6,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, Unpack, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
-from lightning_sym._distributed import Batches
+from lightning_sym._checks import check_integers, check_known
 from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
-from lightning_sym._text import unknown
-from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, Loss, split_losses
+from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, LossOptions, split_losses
 from lightning_sym.landscape.planes import WeightPlane, trainable, weight_tensors
 
 CurveKind: TypeAlias = Literal["bezier", "chain"]
@@ -46,8 +44,7 @@ def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
     Raises:
         ValueError: If the kind is unknown or ``count`` is out of range.
     """
-    if kind not in KINDS:
-        raise ValueError(unknown("kind", kind, KINDS))
+    check_known("kind", kind, KINDS)
     check_integers(2, count=count)
     last = count - 1
     if kind == "chain":
@@ -90,8 +87,7 @@ class Curve:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(unknown("kind", self.kind, KINDS))
+        check_known("kind", self.kind, KINDS)
         given = self.points
         if not isinstance(given, Tensor) or given.ndim != 2 or len(given) < 2 or not given.is_floating_point():
             got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
@@ -279,10 +275,7 @@ def curve_barriers(
     splits: Mapping[str, LabelledBatches],
     *,
     points: int = 61,
-    loss: Loss | None = None,
-    recalibrate: bool | Literal["auto"] = "auto",
-    recalibration_data: Batches | None = None,
-    progress: bool = False,
+    **options: Unpack[LossOptions],
 ) -> dict[str, Barrier]:
     """Measure loss and accuracy along a curve, as :func:`lightning_sym.connectivity.barrier` does on a linear path.
 
@@ -294,10 +287,7 @@ def curve_barriers(
         splits: Data by name, ``{"train": ..., "test": ...}``; each as for ``barrier``.
         points: Number of points, equally spaced in t, endpoints included. >= 2; for barriers use 61 points and the
             training data, as few points miss the maximum.
-        loss: As for ``barrier``.
-        recalibrate: As for ``barrier``.
-        recalibration_data: As for ``barrier``; None for the first of the splits.
-        progress: As for ``barrier``.
+        options: As for ``barrier``; without ``recalibration_data`` the first of the splits.
 
     Returns:
         Loss, accuracy and barriers, by name of the data.
@@ -308,16 +298,7 @@ def curve_barriers(
     check_integers(2, points=points)
     t = torch.linspace(0, 1, points, dtype=torch.float64)
     scratch = copy.deepcopy(network)
-    found = split_losses(
-        scratch,
-        curve.writer(scratch),
-        t.tolist(),
-        splits,
-        loss=loss,
-        recalibrate=recalibrate,
-        recalibration_data=recalibration_data,
-        progress=progress,
-    )
+    found = split_losses(scratch, curve.writer(scratch), t.tolist(), splits, **options)
     return {name: Barrier(own.loss, own.accuracy, own.samples, own.recalibrated, t) for name, own in found.items()}
 
 

@@ -19,7 +19,7 @@ from lightning_sym.connectivity.interpolation import Loss
 from lightning_sym.curvature.blocks import EmptyLoaderError
 from lightning_sym.curvature.jacobians import JacobianRank, input_jacobians, jacobian_rank
 from lightning_sym.curvature.krylov import NotConvergedError, top_eigenpairs
-from lightning_sym.curvature.operators import CurvatureOperator, directional_curvature
+from lightning_sym.curvature.operators import CurvatureOperator, batches_of, directional_curvature
 from lightning_sym.curvature.spectra import NearZero, SpectralDensity, near_zero, spectral_density, trace
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import in_precision
@@ -220,8 +220,7 @@ def curve_geometry(
     exact = Curve(curve.points.detach().to(device, dtype), curve.kind)
     place = exact.writer(scratch)
     norms = batch_norms(scratch)
-    data = data.curvature_dataloader() if hasattr(data, "curvature_dataloader") else data
-    data = [tuple(data)] if _is_pair(data) else data
+    data = batches_of(data)
     chosen, classes = _first(data, 64) if inputs is None else (inputs.to(dtype), labels)
     if labels is not None and inputs is None:
         raise ValueError("labels need the inputs that they belong to; pass both, or neither.")
@@ -423,10 +422,6 @@ def _probes(jacobians: Sequence[Tensor], classes: Tensor | None) -> Tensor:
 
 
 # ---- data
-
-
-def _is_pair(data: Any) -> bool:
-    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
 
 
 def _first(data: Any, count: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 from rich.progress import track
@@ -224,16 +224,32 @@ class Barrier(CurveLosses):
         return float(values.max() - (values[0] + values[-1]) / 2)
 
 
+class LossOptions(TypedDict, total=False):
+    """How losses are measured at points in weight space.
+
+    Attributes:
+        loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats.
+        recalibrate: Recompute batch norm statistics. ``"auto"``: if the networks have batch norms with running
+            statistics. True: raise an error if there are none. False: interpolate statistics like weights.
+        recalibration_data: Data for batch norm statistics: batches of images, or tuples and lists that begin with
+            images; read once for every point. None: the data of the loss. Pass training data in batches of equal size,
+            as large as fit; see :func:`lightning_sym.networks.recalibrate_batch_norm`.
+        progress: Show a progress bar (on rank 0).
+    """
+
+    loss: Loss | None
+    recalibrate: bool | Literal["auto"]
+    recalibration_data: Batches | None
+    progress: bool
+
+
 def barrier(
     a: nn.Module,
     b: nn.Module,
     data: LabelledBatches,
     *,
     points: int = 25,
-    loss: Loss | None = None,
-    recalibrate: bool | Literal["auto"] = "auto",
-    recalibration_data: Batches | None = None,
-    progress: bool = False,
+    **options: Unpack[LossOptions],
 ) -> Barrier:
     """Measure loss and accuracy along the linear path between two networks.
 
@@ -251,13 +267,7 @@ def barrier(
         data: Batches ``(images, labels)``, read once for every point: a list or a loader, not an iterator, and
             without random augmentation. Batches are moved to the network's device.
         points: Number of points, >= 2, equally spaced, endpoints included.
-        loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats.
-        recalibrate: Recompute batch norm statistics. ``"auto"``: if the networks have batch norms with running
-            statistics. True: raise an error if there are none. False: interpolate statistics like weights.
-        recalibration_data: Data for batch norm statistics: batches of images, or tuples and lists that begin with
-            images; read once for every point. None: ``data``. Pass training data in batches of equal size,
-            as large as fit; see :func:`lightning_sym.networks.recalibrate_batch_norm`.
-        progress: Show a progress bar (on rank 0).
+        options: See :class:`LossOptions`.
 
     Returns:
         Losses and barriers. Accuracies exist if labels are integers of shape ``[B]`` and outputs have shape
@@ -280,16 +290,7 @@ def barrier(
     check_same_structure(a, b)
     t = torch.linspace(0, 1, points, dtype=torch.float64)
     scratch = copy.deepcopy(a)
-    curve = curve_losses(
-        scratch,
-        line(a, b, scratch),
-        t.tolist(),
-        data,
-        loss=loss,
-        recalibrate=recalibrate,
-        recalibration_data=recalibration_data,
-        progress=progress,
-    )
+    curve = curve_losses(scratch, line(a, b, scratch), t.tolist(), data, **options)
     return Barrier(curve.loss, curve.accuracy, curve.samples, curve.recalibrated, t)
 
 
@@ -298,11 +299,7 @@ def curve_losses(
     place: Callable[[float], object],
     points: Sequence[float],
     data: LabelledBatches,
-    *,
-    loss: Loss | None = None,
-    recalibrate: bool | Literal["auto"] = "auto",
-    recalibration_data: Batches | None = None,
-    progress: bool = False,
+    **options: Unpack[LossOptions],
 ) -> CurveLosses:
     """Measure loss and accuracy at many points in weight space, as :func:`barrier` does on a linear path.
 
@@ -311,10 +308,7 @@ def curve_losses(
         place: Writes the weights of a point into ``network`` in place.
         points: Arguments of ``place``, at least one, in the order of the result.
         data: As for :func:`barrier`.
-        loss: As for :func:`barrier`.
-        recalibrate: As for :func:`barrier`.
-        recalibration_data: As for :func:`barrier`.
-        progress: As for :func:`barrier`.
+        options: See :class:`LossOptions`.
 
     Returns:
         Loss and accuracy at each point.
@@ -322,17 +316,7 @@ def curve_losses(
     Raises:
         ValueError: As for :func:`barrier`, or if there are no points.
     """
-    found = split_losses(
-        network,
-        place,
-        points,
-        {"": data},
-        loss=loss,
-        recalibrate=recalibrate,
-        recalibration_data=recalibration_data,
-        progress=progress,
-    )
-    return found[""]
+    return split_losses(network, place, points, {"": data}, **options)[""]
 
 
 def split_losses(
@@ -353,10 +337,10 @@ def split_losses(
         place: As for :func:`curve_losses`.
         points: As for :func:`curve_losses`.
         splits: Data by name, each as for :func:`barrier`; at least one.
-        loss: As for :func:`barrier`.
-        recalibrate: As for :func:`barrier`.
-        recalibration_data: As for :func:`barrier`; None for the first of the splits.
-        progress: As for :func:`barrier`.
+        loss: See :class:`LossOptions`.
+        recalibrate: See :class:`LossOptions`.
+        recalibration_data: See :class:`LossOptions`; None for the first of the splits.
+        progress: See :class:`LossOptions`.
 
     Returns:
         Loss and accuracy at each point, by name.

@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import check_known
 from lightning_sym._distributed import gathered, ranks, summed, together, wide
-from lightning_sym._text import unknown
 
 Likelihood: TypeAlias = Literal["classification", "regression"]
 LIKELIHOODS: tuple[Likelihood, ...] = ("classification", "regression")
@@ -36,8 +36,21 @@ def check_likelihood(likelihood: str) -> None:
             f"likelihood must be 'classification' or 'regression', got {likelihood!r}; a loss with class weights is no "
             "negative log likelihood, so leave them out and draw the classes as often as they should count."
         )
-    if likelihood not in LIKELIHOODS:
-        raise ValueError(unknown("likelihood", likelihood, LIKELIHOODS))
+    check_known("likelihood", likelihood, LIKELIHOODS)
+
+
+def check_targets(outputs: Tensor, targets: Tensor, likelihood: Likelihood) -> None:
+    """Raise ``ValueError`` unless targets have the shape and type that a likelihood of the outputs takes."""
+    if likelihood == "regression" and targets.shape != outputs.shape:
+        raise ValueError(
+            f"Regression targets must have the shape of the outputs, {list(outputs.shape)}, got {list(targets.shape)}; "
+            "reshape them in the datamodule."
+        )
+    if likelihood == "classification" and (targets.shape != outputs.shape[:1] or targets.is_floating_point()):
+        raise ValueError(
+            f"Labels must be class indices of shape [{len(outputs)}], got {targets.dtype} of shape "
+            f"{list(targets.shape)}; for values choose likelihood regression."
+        )
 
 
 def _broadcast(*shapes: torch.Size) -> torch.Size:

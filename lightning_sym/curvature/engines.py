@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_known
 from lightning_sym._distributed import device_of
-from lightning_sym._text import unknown
 from lightning_sym.curvature.autograd import AutogradEngine
 from lightning_sym.curvature.backpack_engine import BackpackEngine
 from lightning_sym.curvature.blocks import Factors, Likelihood, check_likelihood, over_batches_and_ranks
@@ -88,8 +87,7 @@ def factors(
         (torch.Size([3, 3]), torch.Size([2, 2]))
     """
     check_likelihood(likelihood)
-    if engine not in ENGINES:
-        raise ValueError(unknown("curvature engine", engine, ENGINES))
+    check_known("curvature engine", engine, ENGINES)
     if samples is not None:
         check_integers(samples=samples)
         generator = draws(generator)

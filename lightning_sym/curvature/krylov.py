@@ -6,10 +6,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator as seeded_generator
-from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import CurvatureError
 from lightning_sym.curvature.operators import ROUNDING, SymmetricOperator
 
@@ -115,8 +114,7 @@ def top_eigenpairs(
             f"k must be at most {size}, the number of eigenvalues, and basis at least k + 4, got k={k} and "
             f"basis={basis}."
         )
-    if which not in get_args(Which):
-        raise ValueError(unknown("which", which, get_args(Which)))
+    check_known("which", which, get_args(Which))
     before = operator.products
     space = _Space(operator, basis, seeded_generator("eigenpairs") if generator is None else generator)
     while True:

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_known
 from lightning_sym._distributed import gathered, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
-from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
 from lightning_sym.networks.modes import in_precision, twice_differentiable
@@ -194,8 +193,7 @@ class CurvatureOperator(SymmetricOperator):
     ) -> None:
         super().__init__()
         check_integers(columns=columns)
-        if kind not in _CLASSES:
-            raise ValueError(unknown("kind", kind, _CLASSES))
+        check_known("kind", kind, _CLASSES)
         if getattr(loss, "reduction", "mean") != "mean":
             raise ValueError(f"loss must be a mean over samples, got reduction={loss.reduction!r}; use 'mean'.")  # type: ignore[attr-defined]
         self.kind, self.columns, self.check = kind, columns, check
@@ -576,14 +574,19 @@ def _apart(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor
     return losses.detach(), slopes.reshape(len(slopes), -1).detach()
 
 
+def batches_of(data: Any) -> Any:
+    """Return the batches of a datamodule, of one pair of tensors, or those that are given."""
+    if hasattr(data, "curvature_dataloader"):
+        data = data.curvature_dataloader()
+    pair = isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+    return [tuple(data)] if pair else data
+
+
 class _Batches:
     """The batches of this process, in the network's precision, and whether they are the same as at the first time."""
 
     def __init__(self, network: nn.Module, data: Any, *, check: bool) -> None:
-        if hasattr(data, "curvature_dataloader"):
-            data = data.curvature_dataloader()
-        if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
-            data = [tuple(data)]
+        data = batches_of(data)
         if isinstance(data, Iterator) or not isinstance(data, Iterable):
             raise ValueError(
                 f"data must be batches that can be gone through again, a loader or a list, got {type(data).__name__}."
@@ -684,8 +687,7 @@ def _chosen(network: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Par
             raise ValueError("the network has no parameter that requires gradients; name some in parameters.")
         return chosen
     for name in names:
-        if name not in every:
-            raise ValueError(unknown("parameter", name, every))
+        check_known("parameter", name, every)
     if not names or len(set(names)) < len(names):
         raise ValueError(f"parameters must be different names, at least one, got {list(names)!r}.")
     return {name: every[name] for name in names}

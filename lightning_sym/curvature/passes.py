@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sym._distributed import device_of, moved, ranks
 from lightning_sym._random import generator as seeded_generator
-from lightning_sym.curvature.blocks import Likelihood, NonFiniteError
+from lightning_sym.curvature.blocks import Likelihood, NonFiniteError, check_targets
 from lightning_sym.curvature.proof import Pass
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
 from lightning_sym.curvature.sums import FactorSums
@@ -219,21 +219,13 @@ def loss_and_columns(
     """
     outputs = outputs.detach()
     count, width = outputs.shape
+    check_targets(outputs, targets, likelihood)
     if likelihood == "regression":
-        if targets.shape != outputs.shape:
-            raise ValueError(
-                f"Regression targets must have the shape of the outputs, {list(outputs.shape)}, got "
-                f"{list(targets.shape)}; reshape them in the data module."
-            )
         loss = (outputs.double() - targets.double()).square().sum()
         if samples is None:
             eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
             return loss, eye[:, None].expand(width, count, width)
         return loss, _signs(samples, outputs, generator) / samples**0.5
-    if targets.shape != (count,) or targets.is_floating_point():
-        raise ValueError(
-            f"Labels must be class indices of shape [{count}], got {targets.dtype} of shape {list(targets.shape)}."
-        )
     if count and not (targets.min() >= 0 and targets.max() < width):
         raise ValueError(
             f"Labels must be in 0 to {width - 1}, as the network has {width} outputs, got {int(targets.min())} to "

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_sym._checks import check_numbers
+from lightning_sym._checks import check_known, check_numbers
 from lightning_sym._distributed import gathered, ranks, together
-from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import LIKELIHOODS, EmptyLoaderError, Likelihood
 from lightning_sym.curvature.prior_groups import parameter_groups
 
@@ -148,9 +147,8 @@ class GaussianPrior:
         members: Iterable[int] | None = None,
     ) -> None:
         check_numbers("> 0", precision=precision, noise=noise, temperature=temperature)
-        for name, choice, accepted in (("likelihood", likelihood, LIKELIHOODS), ("prior_step", step, PRIOR_STEPS)):
-            if choice not in accepted:
-                raise ValueError(unknown(name, choice, accepted))
+        check_known("likelihood", likelihood, LIKELIHOODS)
+        check_known("prior_step", step, PRIOR_STEPS)
         self.network = network
         self.precision = precision
         self.likelihood: Likelihood = likelihood

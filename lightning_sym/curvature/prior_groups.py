@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_known
 from lightning_sym.curvature.rules import find_rule, full_name
 from lightning_sym.layers import parameter_paths
 
@@ -53,8 +53,7 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
         >>> parameter_groups(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))).precisions
         {'0.weight': '0', '0.bias': '0', '1.weight': '1', '1.bias': '1'}
     """
-    if granularity not in ("per_path", "per_tensor"):
-        raise ValueError(unknown("granularity of prior precisions", granularity, ("per_path", "per_tensor")))
+    check_known("granularity of prior precisions", granularity, ("per_path", "per_tensor"))
     on_paths = parameter_paths(network)
     precisions, paths, layers = {}, {}, {}
     for name, module in network.named_modules():

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym._checks import check_known
 from lightning_sym._distributed import wide
-from lightning_sym._text import unknown
 from lightning_sym.curvature.blocks import Axes, KroneckerBlock
 
 FFC: TypeAlias = Literal["shared", "per_channel"]
@@ -269,8 +269,7 @@ def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
     Raises:
         ValueError: If there is none, or ``ffc`` is unknown.
     """
-    if ffc not in ("shared", "per_channel"):
-        raise ValueError(unknown("ffc", ffc, ("shared", "per_channel")))
+    check_known("ffc", ffc, ("shared", "per_channel"))
     for kind in type(module).__mro__:
         if kind in _RULES and (kind is type(module) or kind.forward is type(module).forward):
             return _RULES[kind](ffc)

@@ -9,12 +9,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym._random import seeded
 from lightning_sym._statistics import student_quantile
-from lightning_sym._text import unknown
 from lightning_sym.curvature.krylov import Quadrature, lanczos
 from lightning_sym.curvature.operators import ROUNDING, CurvatureOperator, SymmetricOperator, curvlinops
 from lightning_sym.curvature.per_sample import gauss_newton_trace
@@ -102,8 +101,7 @@ def trace(
     generator = seeded_generator("trace") if generator is None else generator
     if method == "hutchinson":
         return _hutchinson(operator, probes, generator)
-    if method not in get_args(TraceMethod):
-        raise ValueError(unknown("method", method, get_args(TraceMethod)))
+    check_known("method", method, get_args(TraceMethod))
     if method == "per_sample":
         return _per_sample(operator, probes, generator)
     unit = 3 if method == "hutch++" else 2
@@ -256,8 +254,7 @@ class SpectralDensity:
         return smoothed(self.nodes.flatten(), points, self._width(width), self.weights.flatten() / len(self.nodes))
 
     def _width(self, width: float | None) -> float:
-        if width is not None:
-            check_numbers("> 0", width=width)
+        check_numbers("> 0", optional=True, width=width)
         return self.width if width is None else width
 
     def moment(self, order: int) -> float:
@@ -334,8 +331,7 @@ def spectral_density(
         1.0
     """
     check_integers(steps=steps, probes=probes)
-    if width is not None:
-        check_numbers("> 0", width=width)
+    check_numbers("> 0", optional=True, width=width)
     if not operator.dimension:
         raise ValueError("the matrix acts on a subspace of dimension 0, so that there are no eigenvalues.")
     generator = seeded_generator("density") if generator is None else generator

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_known
 from lightning_sym._distributed import device_of, wide
-from lightning_sym._text import unknown
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
 from lightning_sym.landscape.planes import WeightPlane, as_tensors, trainable, weight_vector
 from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
@@ -105,12 +104,10 @@ class LossSurface:
         chunk: int | None = None,
     ) -> None:
         options = get_args(Method)
-        if method not in options:
-            raise ValueError(unknown("method", method, options))
+        check_known("method", method, options)
         if loss != "squared_distance" and not callable(loss):
             raise ValueError(f"loss must be 'squared_distance' or a function of outputs and targets, got {loss!r}.")
-        if chunk is not None:
-            check_integers(chunk=chunk)
+        check_integers(optional=True, chunk=chunk)
         parameters = trainable(network)
         self.dtype = dtype or next(iter(parameters.values())).dtype
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:

@@ -189,8 +189,7 @@ class SGLDSamples:
     r"""Langevin chains at low loss, and the learning coefficient read off them.
 
     Attributes:
-        vectors: Weight vectors of all chains, ``kept`` times, evenly spaced, the last step included. Shape
-            ``[kept, chains, P]``.
+        vectors: Weight vectors of all chains at the last step. Shape ``[chains, P]``.
         losses: J of every chain at every step after the burn-in. Shape ``[steps, chains]``, float64.
         learning_coefficient: Mean of :math:`nb J`; half the codimension of the class, if its points are regular.
         standard_error: Standard error of that mean, from the spread over chains; NaN for one chain.
@@ -225,15 +224,8 @@ def sample_sgld(
     chains: int,
     steps: int,
     burn_in: int,
-    inverse_temperature: float | None = None,
-    dimension: int | None = None,
-    target_loss: float | None = None,
+    inverse_temperature: float,
     step: float | None = None,
-    localisation: float | None = None,
-    start: Tensor | None = None,
-    kept: int = 1,
-    chunk: int | None = None,
-    dtype: torch.dtype = torch.float64,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> SGLDSamples:
@@ -247,7 +239,8 @@ def sample_sgld(
 
     The chains sample :math:`\exp(-nb J - \frac{\gamma}{2} |\theta - \theta_0|^2)`. Under it :math:`E[nb J]` tends to
     the local learning coefficient: half the codimension :math:`\kappa` of the class at a regular point, less where
-    classes of codimension differ. The gradient is that of all inputs; chains are run together.
+    classes of codimension differ. All chains begin at the network's weights :math:`\theta_0`, near which
+    :math:`\gamma = nb / 100` keeps them. The gradient is that of all inputs; chains are run together, in float64.
 
     Args:
         network: Computes :math:`\phi(\cdot, \theta^*)`. Not changed.
@@ -256,16 +249,10 @@ def sample_sgld(
         steps: Steps after the burn-in, >= 1.
         burn_in: Steps before, >= 0. A direction of curvature :math:`\lambda` forgets its beginning in about
             :math:`2 / (\eta\, nb \lambda)` steps.
-        inverse_temperature: :math:`nb > 0`. Either this, or the next two.
-        dimension: Codimension :math:`\kappa >= 1` of the class. Then :math:`nb = \kappa / (2 J_{target})`.
-        target_loss: :math:`J_{target} > 0`, about which J is to fluctuate.
+        inverse_temperature: :math:`nb > 0`. With :math:`nb = \kappa / (2 J)` for a class of codimension
+            :math:`\kappa`, the loss fluctuates about J.
         step: :math:`\eta > 0`; by default :math:`0.2 / (nb \lambda_{max})`, which makes J too large by 5% in the
             stiffest direction.
-        localisation: :math:`\gamma >= 0`, which keeps chains near the start; by default :math:`nb / 100`.
-        start: :math:`\theta_0`, where all chains begin, shape ``[P]``; by default the network's weights.
-        kept: How many times the weights are kept, in ``1 .. steps``.
-        chunk: Most chains in one computation of gradients; by default all.
-        dtype: Dtype of weights and arithmetic.
         seed: Seed of the noise, which is drawn on the CPU: the same seed is the same chain on every device, up to
             rounding. The caller's generators are not touched.
         progress: Called with (steps done, burn_in + steps) after every step.
@@ -285,17 +272,16 @@ def sample_sgld(
         >>> network = nn.Sequential(nn.Linear(2, 3, bias=False), nn.ReLU(), nn.Linear(3, 1, bias=False))
         >>> found = sample_sgld(network, torch.randn(40, 2), chains=4, steps=30, burn_in=10, inverse_temperature=1e4)
         >>> found.vectors.shape, found.losses.shape
-        (torch.Size([1, 4, 9]), torch.Size([30, 4]))
+        (torch.Size([4, 9]), torch.Size([30, 4]))
     """
-    check_integers(chains=chains, steps=steps, kept=kept)
+    check_integers(chains=chains, steps=steps)
     check_integers(0, burn_in=burn_in)
-    if kept > steps:
-        raise ValueError(f"kept must be in 1 .. steps={steps}, got {kept}.")
-    inverse_temperature = _temperature(inverse_temperature, dimension, target_loss)
-    function = NetworkOutputs(network, inputs, dtype)
-    beginning = function.start(start)
+    check_numbers("> 0", inverse_temperature=inverse_temperature)
+    check_numbers("> 0", optional=True, step=step)
+    function = NetworkOutputs(network, inputs)
+    beginning = function.own
     with torch.no_grad():
-        targets = function(function.own)
+        targets = function(beginning)
 
     def loss(vector: Tensor) -> Tensor:
         return (function(vector) - targets).square().sum() / len(targets)
@@ -307,35 +293,28 @@ def sample_sgld(
                 "J has no curvature at the start (a dead network?), so no step fits; give step, or start elsewhere."
             )
         step = 0.2 / (inverse_temperature * curvature)
-    if localisation is None:
-        localisation = inverse_temperature / 100
-    check_numbers("> 0", step=step)
-    check_numbers(">= 0", localisation=localisation)
+    localisation = inverse_temperature / 100
 
-    gradient = vmap(grad_and_value(loss), chunk_size=chunk, randomness="same")
+    gradient = vmap(grad_and_value(loss), randomness="same")
     vectors = beginning.repeat(chains, 1)
     dynamics = Dynamics("sgld", step, 0.0, Noise(range(chains), len(beginning), seed, beginning))
     losses = torch.empty(steps, chains, dtype=torch.float64, device=beginning.device)
-    keep = {math.ceil((number + 1) * steps / kept) - 1 for number in range(kept)}
-    snapshots = []
     for index in range(-burn_in, steps):
         slope, values = gradient(vectors)
         if not bool(torch.isfinite(values).all()):
             raise FloatingPointError(
                 f"{int((~torch.isfinite(values)).sum())} of {chains} chains left the finite numbers at step "
-                f"{index + burn_in}; take a step smaller than {step:.2e}, or a larger localisation than "
-                f"{localisation:.2e}."
+                f"{index + burn_in}; take a step smaller than {step:.2e}."
             )
         if index >= 0:
             losses[index] = values
-        if index in keep:
-            snapshots.append(vectors)
+            sampled = vectors
         vectors = dynamics.advance(vectors, inverse_temperature * slope + localisation * (vectors - beginning))
         if progress is not None:
             progress(index + burn_in + 1, burn_in + steps)
     means = inverse_temperature * losses.mean(0)
     return SGLDSamples(
-        vectors=torch.stack(snapshots),
+        vectors=sampled,
         losses=losses,
         learning_coefficient=float(means.mean()),
         standard_error=float(means.std()) / math.sqrt(chains) if chains > 1 else math.nan,
@@ -344,16 +323,3 @@ def sample_sgld(
         localisation=localisation,
         curvature=curvature,
     )
-
-
-def _temperature(inverse: float | None, dimension: int | None, target_loss: float | None) -> float:
-    """Return the given inverse temperature, or the one for a target J in a given number of directions."""
-    if (inverse is None) == (dimension is None) or (dimension is None) != (target_loss is None):
-        raise ValueError("give either inverse_temperature, or dimension and target_loss together.")
-    if dimension is not None and target_loss is not None:
-        check_integers(dimension=dimension)
-        check_numbers("> 0", target_loss=target_loss)
-        inverse = dimension / (2 * target_loss)
-    assert inverse is not None
-    check_numbers("> 0", inverse_temperature=inverse)
-    return inverse

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import generator
 from lightning_sym._statistics import student_interval, student_quantile
-from lightning_sym._text import unknown
 from lightning_sym.landscape.langevin import METHODS, Dynamics, Method, Noise, expected_energy
 from lightning_sym.landscape.loss_on_data import BatchLoss, LossOnData
 
@@ -309,16 +308,14 @@ def learning_coefficient(
         >>> round(found.estimate, 1)  # half the number of weights
         1.0
     """
-    if chains is not None:
-        check_integers(_FEWEST, chains=chains)
+    check_integers(_FEWEST, optional=True, chains=chains)
     check_integers(8, steps=steps)
     check_integers(block_size=block_size)
     burn_in = steps // 2 if burn_in is None else burn_in
     if not isinstance(burn_in, int) or not steps <= 2 * burn_in + 1 or not burn_in < steps:
         raise ValueError(f"burn_in must be at least half of steps={steps} and less than all, got {burn_in!r}.")
-    for name, choice, choices in (("method", method, METHODS), ("execution", execution, ("vmap", "loop"))):
-        if choice not in choices:
-            raise ValueError(unknown(name, choice, choices))
+    check_known("method", method, METHODS)
+    check_known("execution", execution, ("vmap", "loop"))
     given = next((parameter.dtype for parameter in network.parameters()), torch.float32)
     dtype = dtype or (torch.float32 if given in (torch.float16, torch.bfloat16) else given)
     function = LossOnData(network, data, loss, dtype=dtype, block_size=block_size, execution=execution)

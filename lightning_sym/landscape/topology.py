@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_known
 
 
 def components(
@@ -36,8 +36,7 @@ def components(
         raise TypeError(f"inside must be bool, got {inside.dtype}; compare J with epsilon.")
     if inside.ndim == 0:
         raise ValueError("inside must have at least one axis, got a single number.")
-    if connectivity not in ("full", "face"):
-        raise ValueError(unknown("connectivity", connectivity, ("full", "face")))
+    check_known("connectivity", connectivity, ("full", "face"))
     labels, count = ndimage.label(inside, np.ones((3,) * inside.ndim) if connectivity == "full" else None)
     return count, labels
 

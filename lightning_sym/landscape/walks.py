@@ -14,6 +14,8 @@ from lightning_sym.landscape.outputs import NetworkOutputs
 
 # How often a step is halved before the walk gives up, and the shortest tangent part of a direction that is followed.
 _HALVINGS = 20
+_CORRECTIONS = 6  # Gauss-Newton steps, at most
+_RCOND = 1e-9  # singular values of the Jacobian at most this times the largest count as 0
 _SHORTEST = 1e-6
 
 
@@ -66,8 +68,6 @@ class _LevelSet:
     function: NetworkOutputs
     targets: Tensor
     tolerance: float
-    max_corrections: int
-    rcond: float
 
     def look(self, vector: Tensor) -> _Point:
         with torch.no_grad():
@@ -76,7 +76,7 @@ class _LevelSet:
         if not math.isfinite(loss):
             return _Point(vector, loss, vector, vector[:, None])
         left, values, right = _decomposed(self.function.jacobian(vector))
-        rank = int((values > self.rcond * values[0]).sum())
+        rank = int((values > _RCOND * values[0]).sum())
         correction = right[:, :rank] @ ((left[:, :rank].T @ residual) / values[:rank])
         return _Point(vector, loss, correction, right[:, :rank])
 
@@ -84,7 +84,7 @@ class _LevelSet:
         """Take Gauss-Newton steps; return the end point, J before them, and their number."""
         point = self.look(vector)
         before, corrections = point.loss, 0
-        while self.tolerance <= point.loss < math.inf and corrections < self.max_corrections:
+        while self.tolerance <= point.loss < math.inf and corrections < _CORRECTIONS:
             point, corrections = self.look(point.vector - point.correction), corrections + 1
         return point, before, corrections
 
@@ -97,9 +97,6 @@ def walk_level_set(
     step_size: float,
     direction: Tensor | Literal["random"] | None = None,
     tolerance: float | None = None,
-    start: Tensor | None = None,
-    max_corrections: int = 6,
-    rcond: float = 1e-9,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> LevelSetWalk:
@@ -125,10 +122,6 @@ def walk_level_set(
             so that the walk diffuses, and passes from one stratum of the class to another.
         tolerance: J below which a point is in the class, > 0. By default 1e-24 of the mean squared norm of the outputs
             (of 1 if that is 0).
-        start: Weight vector near the class, shape ``[P]``, where the walk begins, after correction; by default that of
-            the network.
-        max_corrections: Most Gauss-Newton steps, >= 1.
-        rcond: Singular values of F at most this times the largest count as 0; in (0, 1).
         seed: Seed of the directions; the caller's generators are not touched.
         progress: Called with (steps done, T) after every step.
 
@@ -136,7 +129,7 @@ def walk_level_set(
         The walk; ``O(T P)`` memory.
 
     Raises:
-        ValueError: If an argument is out of range, or the start is not near the class.
+        ValueError: If an argument is out of range, or a weight is not finite.
         RuntimeError: If the walk cannot move: the kernel of F is 0, or 20 halvings of h failed.
 
     Note:
@@ -151,9 +144,9 @@ def walk_level_set(
         >>> walk.vectors.shape, bool((walk.losses < walk.tolerance).all())
         (torch.Size([6, 13]), True)
     """
-    check_integers(steps=steps, max_corrections=max_corrections)
+    check_integers(steps=steps)
     check_numbers("> 0", step_size=step_size)
-    check_numbers("in (0, 1)", rcond=rcond)
+    check_numbers("> 0", optional=True, tolerance=tolerance)
     if isinstance(direction, str) and direction != "random":
         raise ValueError(unknown("direction", direction, ["random"]))
     function = NetworkOutputs(network, inputs)
@@ -161,26 +154,22 @@ def walk_level_set(
         targets = function(function.own)
     if tolerance is None:
         tolerance = 1e-24 * (float(targets.square().sum()) / len(targets) or 1.0)
-    check_numbers("> 0", tolerance=tolerance)
-    level_set = _LevelSet(function, targets, tolerance, max_corrections, rcond)
+    level_set = _LevelSet(function, targets, tolerance)
     source = torch.Generator().manual_seed(seed)
 
     def draw() -> Tensor:
         return torch.randn(function.own.shape, generator=source, dtype=torch.float64).to(function.own)
 
-    point, before, corrections = level_set.corrected(function.start(start))
+    point = level_set.look(function.own)
     if not point.loss < tolerance:
-        raise ValueError(
-            f"the walk cannot begin: J is {before:.1e} at the start, and {point.loss:.1e} after {corrections} "
-            f"corrections, not below tolerance={tolerance:.1e}; start nearer to the class or raise the tolerance."
-        )
+        raise ValueError(f"the walk cannot begin: J is {point.loss} at the network's weights, which must be finite.")
     carried = direction.detach().to(function.own) if isinstance(direction, Tensor) else draw()
     if carried.shape != function.own.shape:
         raise ValueError(f"direction must have shape {list(function.own.shape)}, got {list(carried.shape)}.")
     if isinstance(direction, Tensor) and _tangent(carried, point.normal) is None:
         raise ValueError("direction has no part along the class at the start; give another, or None for a random one.")
     length = float(step_size)
-    visited = [(point.vector, point.loss, point.rank, before, corrections, length)]
+    visited = [(point.vector, point.loss, point.rank, point.loss, 0, length)]
     for step in range(steps):
         if point.rank == len(point.vector):
             raise RuntimeError(
@@ -199,7 +188,7 @@ def walk_level_set(
         else:
             raise RuntimeError(
                 f"the walk cannot move at step {step}: a step of {2 * length:.1e} could not be corrected to J < "
-                f"{tolerance:.1e} (reached {trial.loss:.1e}); raise tolerance or max_corrections, or start elsewhere."
+                f"{tolerance:.1e} (reached {trial.loss:.1e}); raise tolerance, or start elsewhere."
             )
         point, carried = trial, ahead
         visited.append((point.vector, point.loss, point.rank, before, corrections, length))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_features, check_integers, check_kernel
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_features, check_integers, check_kernel, check_known
 from lightning_sym.layers.circular_conv import circular_conv2d, he_uniform
 
 ROTATIONS = 4
@@ -99,8 +98,7 @@ class GroupConv(nn.Module):
         self, in_channels: int, out_channels: int, kind: GroupConvKind = "pointwise", kernel_size: int = 3
     ) -> None:
         super().__init__()
-        if kind not in KINDS:
-            raise ValueError(unknown("kind of GroupConv", kind, KINDS))
+        check_known("kind of GroupConv", kind, KINDS)
         check_integers(of=self, in_channels=in_channels, out_channels=out_channels)
         check_kernel(self, kernel_size)
         self.in_channels, self.out_channels, self.kind, self.kernel_size = in_channels, out_channels, kind, kernel_size

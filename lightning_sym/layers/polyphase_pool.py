@@ -5,8 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known
 
 
 class PolyphasePool(nn.Module):
@@ -38,8 +37,7 @@ class PolyphasePool(nn.Module):
 
     def __init__(self, norm: Literal["max", "l2"] = "max", groups: int = 1) -> None:
         super().__init__()
-        if norm not in ("max", "l2"):
-            raise ValueError(unknown("norm of PolyphasePool", norm, ("max", "l2")))
+        check_known("norm of PolyphasePool", norm, ("max", "l2"))
         check_integers(of=self, groups=groups)
         self.norm, self.groups = norm, groups
 

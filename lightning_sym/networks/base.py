@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_sym._checks import height_width
+from lightning_sym._checks import check_known, height_width
 from lightning_sym._random import seeded
-from lightning_sym._text import unknown
 from lightning_sym.networks.cuts import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 from lightning_sym.networks.narrowing import KEPT, kept_as_json, narrowed
 
@@ -323,8 +322,7 @@ class Network(nn.Module, NetworkOrModule):
         names = list(traced.sites) if type(self).sites is Network.sites else self.sites()
         nodes = []
         for site in sites:
-            if site not in names:
-                raise ValueError(unknown("site", site, names))
+            check_known("site", site, names)
             node = traced.sites.get(site) or traced.outputs.get(site)
             if node is None:
                 raise ValueError(f"{type(self).__name__}.sites() names {site!r}, but no module of that name is called.")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from lightning_sym._checks import check_known
 from lightning_sym._distributed import Batches, device_of, gathered, moved, ranks, summed, together, wide
-from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 
 
@@ -142,8 +142,7 @@ def _select(found: dict[str, _BatchNorm], names: Iterable[str] | None) -> dict[s
         raise ValueError(f"modules must be a list of names, got the string {names!r}.")
     wanted = list(names)
     for name in wanted:
-        if name not in found:
-            raise ValueError(unknown("batch norm", name, found))
+        check_known("batch norm", name, found)
     return {name: module for name, module in found.items() if name in wanted}
 
 

@@ -6,8 +6,7 @@ from typing import Literal, get_args
 
 from torch import Tensor, nn
 
-from lightning_sym._checks import height_width
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_known, height_width
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import _SequentialNetwork
 from lightning_sym.networks.transformer_parts import (
@@ -159,8 +158,7 @@ class CompactTransformer(_SequentialNetwork):
             in_channels=in_channels,
             num_classes=num_classes,
         )
-        if positions not in get_args(Positions):
-            raise ValueError(unknown("kind of positions", positions, get_args(Positions)))
+        check_known("kind of positions", positions, get_args(Positions))
         if positions == "sinusoidal" and width % 2:
             raise ValueError(f"Sinusoidal positions need an even width, got {width}.")
         size = height_width(image_size, "image_size")

@@ -6,8 +6,7 @@ from typing import Literal, cast
 
 from torch import nn
 
-from lightning_sym._checks import check_integers, height_width
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym.layers import (
     CircularConv,
     FactoredFullyConnected,
@@ -229,8 +228,7 @@ def _path_names(paths: Sequence[str]) -> dict[str, str]:
             f"paths of RelaxedNetwork must be a list of one or more of {', '.join(_FAMILIES)}, got {paths!r}."
         )
     for kind in paths:
-        if kind not in _FAMILIES:
-            raise ValueError(unknown("path of RelaxedNetwork", kind, _FAMILIES))
+        check_known("path of RelaxedNetwork", kind, _FAMILIES)
     if len(set(paths)) < len(paths):
         raise ValueError(f"paths of RelaxedNetwork must differ from one another, got {list(paths)}; name each once.")
     families = [_FAMILIES[kind] for kind in paths]

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lightning_sym._checks import check_integers, height_width
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym.networks.base import _ModuleHolder
 from lightning_sym.networks.modes import evaluating
 
@@ -41,8 +40,7 @@ class TorchvisionNetwork(_ModuleHolder):
         check_integers(in_channels=in_channels, num_classes=num_classes)
         size = height_width(image_size, "image_size")
         names = models.list_models(module=models)
-        if model not in names:
-            raise ValueError(unknown("torchvision network", model, names))
+        check_known("torchvision network", model, names)
         # These two have auxiliary outputs in train mode, and warn without init_weights.
         extra = {"aux_logits": False, "init_weights": True} if model in ("googlenet", "inception_v3") else {}
         module = models.get_model(model, weights=None, num_classes=num_classes, **extra)

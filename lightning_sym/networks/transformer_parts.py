@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym.networks.activations import make_activation
 
 Norm = Literal["layer", "rms"]
@@ -23,8 +22,7 @@ def make_norm(kind: Norm, width: int) -> nn.Module:
     Raises:
         ValueError: If the kind is unknown.
     """
-    if kind not in get_args(Norm):
-        raise ValueError(unknown("norm", kind, get_args(Norm)))
+    check_known("norm", kind, get_args(Norm))
     return nn.LayerNorm(width) if kind == "layer" else nn.RMSNorm(width, eps=1e-6)
 
 

@@ -6,8 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, height_width
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym.networks.base import _SequentialNetwork
 from lightning_sym.networks.transformer_parts import (
     FeedForward,
@@ -220,10 +219,8 @@ def _check_choices(
     width: int, heads: int, key_value_heads: int, positions: str, pool: str, layer_scale: float | None
 ) -> None:
     """Check the arguments specific to this network."""
-    if positions not in get_args(Positions):
-        raise ValueError(unknown("kind of positions", positions, get_args(Positions)))
-    if pool not in _POOLS:
-        raise ValueError(unknown("pool", pool, _POOLS))
+    check_known("kind of positions", positions, get_args(Positions))
+    check_known("pool", pool, _POOLS)
     if heads % key_value_heads:
         raise ValueError(f"heads must be a multiple of key_value_heads, got {heads} and {key_value_heads}.")
     if positions == "rotary" and (width // heads) % 4:

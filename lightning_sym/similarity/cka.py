@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_numbers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_known, check_numbers
 from lightning_sym.similarity.features import Axes, Features, SimilarityMetric, check_pair, undefined
 from lightning_sym.similarity.kernels import Kernel, centre_, centred_columns, gram, inner, linear_hsic, standardized
 
@@ -365,15 +364,10 @@ class CKA(LinkedCKA):
         axes: tuple[Axes, Axes] = (1, 1),
     ) -> None:
         normalize = normalize or ("none" if kernel == "linear" else "channel")
-        for name, value, allowed in (
-            ("kernel", kernel, get_args(Kernel)),
-            ("estimator", estimator, get_args(Estimator)),
-            ("normalize", normalize, get_args(Normalize)),
-        ):
-            if value not in allowed:
-                raise ValueError(unknown(name, value, allowed))
-        if bandwidth is not None:
-            check_numbers("> 0", bandwidth=bandwidth)
+        check_known("kernel", kernel, get_args(Kernel))
+        check_known("estimator", estimator, get_args(Estimator))
+        check_known("normalize", normalize, get_args(Normalize))
+        check_numbers("> 0", optional=True, bandwidth=bandwidth)
         if estimator == "minibatch" and normalize == "channel":
             raise ValueError(
                 'channels\' means and norms within one batch depend on the rest of the batch; set normalize="none", or '

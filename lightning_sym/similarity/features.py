@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
+from lightning_sym._checks import check_known
 from lightning_sym._distributed import gathered, on_device_of, ranks, wide_device
-from lightning_sym._text import unknown
 from lightning_sym.symmetry import Tap
 
 Axes: TypeAlias = int | Sequence[int]
@@ -308,8 +308,7 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
         base, _, number = name.rpartition("-")
         if module not in modules and number.isdigit():
             module, call = base, int(number) - 1
-        if module not in modules:
-            raise ValueError(unknown("module", module, modules))
+        check_known("module", module, modules)
         wanted[module][call] = name
     found: dict[str, Tensor] = {}
     handles = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_different, check_known
 from lightning_sym.similarity.cka import CKA
 from lightning_sym.similarity.features import Features, repeats
 from lightning_sym.similarity.kernels import Kernel
@@ -65,11 +65,9 @@ class Measure:
     def __init__(self, title: str, settings: Mapping[str, Setting] | None = None) -> None:
         given: dict[str, Any] = dict(settings or {})
         self.title, self.kind = title, str(given.pop("measure", title))
-        if self.kind not in MEASURES:
-            raise ValueError(unknown("measure", self.kind, MEASURES))
+        check_known("measure", self.kind, MEASURES)
         for name in given:
-            if name not in _SETTINGS[self.kind]:
-                raise ValueError(unknown(f"setting of {self.kind}", name, _SETTINGS[self.kind]))
+            check_known(f"setting of {self.kind}", name, _SETTINGS[self.kind])
         self.description: dict[str, Setting] = {"measure": self.kind, **given}
         self._group = given.pop("group", None)
         self._settings = given
@@ -128,8 +126,7 @@ def checked_sites(sites: Literal["all"] | Sequence[str]) -> Literal["all"] | lis
     """
     if sites == "all":
         return "all"
-    if isinstance(sites, str) or not sites or len(set(sites)) < len(sites):
-        raise ValueError(f'sites must be "all" or a list of different names, got {sites!r}.')
+    check_different("sites", sites)
     return list(sites)
 
 

@@ -12,7 +12,6 @@ from lightning_sym.landscape.two_unit import Moments, PlaneQuadric, TwoUnitClass
 EXACT = 1e-12
 SEED_10 = (-0.08383071, -0.03428686, -0.2651674, 0.16266517)
 MIXED, SAME_SIGN, PAPER = (0.56, 0.30), (0.86, 0.0), (0.0, -0.016651893)
-AXES = WeightPlane.through(torch.cat([torch.zeros(1, 4), torch.eye(4)[:3]]).double())
 
 
 def vector(*values):

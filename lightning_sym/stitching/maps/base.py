@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_integers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_integers, check_known
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry.group.channels import ChannelGroup
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
@@ -102,8 +101,7 @@ class StitchingMap(nn.Module, ABC):
 
     @mode.setter
     def mode(self, mode: Mode) -> None:
-        if mode not in ("soft", "hard"):
-            raise ValueError(unknown("mode of a stitching map", mode, ("soft", "hard")))
+        check_known("mode of a stitching map", mode, ("soft", "hard"))
         self._mode = mode
         if mode == "hard":
             self.refresh()

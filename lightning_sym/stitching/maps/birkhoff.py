@@ -6,12 +6,15 @@ Functions on square matrices for :class:`~lightning_sym.stitching.GroupMap` and
 
 import math
 import warnings
+from typing import Literal
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
+
+Projection = Literal["sinkhorn", "euclidean"]
 
 _LOOK = 8  # iterations between checks of the residual, which synchronise with the GPU
 
@@ -122,6 +125,14 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
             stacklevel=2,
         )
     return point.to(matrix.device, matrix.dtype)
+
+
+def projected(matrix: Tensor, projection: Projection) -> Tensor:
+    """Project a trained matrix to the polytope: by 16 iterations of Sinkhorn, or onto the nearest point."""
+    if projection == "sinkhorn":
+        return sinkhorn(matrix)
+    # Rounding to the matrix's dtype perturbs exact sums.
+    return project_to_birkhoff(matrix, max(1e-8, 10 * torch.finfo(matrix.dtype).eps))
 
 
 def nearest_permutation(matrix: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._linear_algebra import polar_factor
 from lightning_sym.stitching.maps import fits
 from lightning_sym.stitching.maps.base import PERMUTATIONS, Mode, Port, StitchingMap
-from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn
-from lightning_sym.stitching.maps.group_maps import GroupMap, Projection
+from lightning_sym.stitching.maps.birkhoff import Projection, nearest_permutation, projected, sinkhorn
+from lightning_sym.stitching.maps.group_maps import GroupMap
 from lightning_sym.stitching.maps.linear_maps import OrthogonalMap
 from lightning_sym.stitching.maps.moments import FeatureMoments
 
@@ -73,11 +73,8 @@ class HeadMap(StitchingMap):
     @torch.no_grad()
     def project(self) -> None:
         """Project ``P`` to the polytope, in place."""
-        if self.weights is not None and self.projection == "sinkhorn":
-            self.weights.copy_(sinkhorn(self.weights))
-        elif self.weights is not None:
-            tolerance = max(1e-8, 10 * torch.finfo(self.weights.dtype).eps)
-            self.weights.copy_(project_to_birkhoff(self.weights, tolerance))
+        if self.weights is not None:
+            self.weights.copy_(projected(self.weights, self.projection))
 
     def regularization(self) -> Tensor:
         """Return ``-alpha`` times the Frobenius norm of ``P``, as for :class:`GroupMap`; a scalar."""

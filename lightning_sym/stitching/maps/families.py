@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
+from lightning_sym._checks import check_known
 from lightning_sym._text import unknown
 from lightning_sym.stitching.maps.base import Port, StitchingMap
+from lightning_sym.stitching.maps.birkhoff import Projection
 from lightning_sym.stitching.maps.block_maps import group_map
-from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, Projection, SoftSortMap
+from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, SoftSortMap
 from lightning_sym.stitching.maps.linear_maps import (
     FullMap,
     IdentityMap,
@@ -98,8 +100,7 @@ def _penalty(text: str, name: str) -> float:
 
 def _projection(text: str, name: str) -> str:
     """Parse the projection of the group's relaxation."""
-    if text not in get_args(Projection):
-        raise ValueError(unknown("projection of group", text, get_args(Projection)))
+    check_known("projection of group", text, get_args(Projection))
     return text
 
 

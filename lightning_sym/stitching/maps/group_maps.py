@@ -2,19 +2,16 @@
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_known, check_numbers
 from lightning_sym.stitching.maps import fits
 from lightning_sym.stitching.maps.base import FittedMap, Port, StitchingMap
-from lightning_sym.stitching.maps.birkhoff import nearest_permutation, project_to_birkhoff, sinkhorn, soft_sort
+from lightning_sym.stitching.maps.birkhoff import Projection, nearest_permutation, projected, sinkhorn, soft_sort
 from lightning_sym.stitching.maps.moments import FeatureMoments
-
-Projection = Literal["sinkhorn", "euclidean"]
 
 _INITIAL_ITERATIONS = 100  # of Sinkhorn at the start, from uniform random entries
 _SMALLEST_SCALE = 1e-3  # relative to the largest: initial scale in SoftSort of units with fitted scale 0
@@ -91,7 +88,6 @@ class GroupMap(_ElementMap):
         port: Equal widths, the axis, and the group, which must not be ``dense``.
         alpha: Weight of the regularisation, >= 0. The default is that of Godfrey et al.
         projection: Projection of ``P`` to the polytope: ``"sinkhorn"`` as there, or ``"euclidean"``, the nearest point.
-        iterations: Iterations of Sinkhorn at each projection, >= 1.
 
     Attributes:
         weights: ``P``. Shape ``[C, C]``; None without permutations.
@@ -117,21 +113,12 @@ class GroupMap(_ElementMap):
     scale: nn.Parameter | None
     assignment: Tensor
 
-    def __init__(
-        self,
-        port: Port,
-        alpha: float = 0.1,
-        projection: Projection = "sinkhorn",
-        iterations: int = 16,
-    ) -> None:
+    def __init__(self, port: Port, alpha: float = 0.1, projection: Projection = "sinkhorn") -> None:
         super().__init__(port)
         check_numbers(">= 0", of="GroupMap", alpha=alpha)
-        if projection not in get_args(Projection):
-            raise ValueError(unknown("projection of GroupMap", projection, get_args(Projection)))
-        check_integers(of="GroupMap", iterations=iterations)
+        check_known("projection of GroupMap", projection, get_args(Projection))
         self.alpha = alpha
         self.projection = projection
-        self.iterations = iterations
         size = port.in_channels
         self.register_parameter("weights", None)
         self.register_parameter("scale", None)
@@ -146,12 +133,7 @@ class GroupMap(_ElementMap):
     def project(self) -> None:
         """Project ``P`` to the polytope and ``d`` to its range, in place; without gradients."""
         if self.weights is not None:
-            if self.projection == "sinkhorn":
-                self.weights.copy_(sinkhorn(self.weights, self.iterations))
-            else:
-                # Rounding to the weights' dtype perturbs exact sums.
-                tolerance = max(1e-8, 10 * torch.finfo(self.weights.dtype).eps)
-                self.weights.copy_(project_to_birkhoff(self.weights, tolerance))
+            self.weights.copy_(projected(self.weights, self.projection))
         if self.scale is not None:
             if not self.port.group.signs:
                 self.scale.clamp_(min=0)
@@ -247,8 +229,7 @@ class SoftSortMap(_ElementMap):
         super().__init__(port)
         if not port.group.permutations:
             raise ValueError("SoftSortMap needs a port with permutations; use GroupMap, which works without.")
-        if tau is not None:
-            check_numbers("> 0", of="SoftSortMap", tau=tau)
+        check_numbers("> 0", optional=True, of="SoftSortMap", tau=tau)
         size = port.in_channels
         self.tau = 1 / size if tau is None else tau
         self.scores = nn.Parameter(2 * torch.rand(size) - 1)

@@ -20,7 +20,7 @@ def results(weights, chains=0):
     orbit = orbit_distances(network, walk.vectors[places], walk.vectors[0], inputs[:2])
     samples = None
     if chains:
-        samples = sample_sgld(network, inputs, chains=chains, steps=40, burn_in=10, dimension=1, target_loss=1e-5)
+        samples = sample_sgld(network, inputs, chains=chains, steps=40, burn_in=10, inverse_temperature=5e4)
     about = {"data": "digits", "versions": "new"}
     return walk_results(
         walk, places, orbit, samples, title="two units", teacher={"teacher": 0}, settings={"steps": 60}, about=about

@@ -209,7 +209,6 @@ NO_PERMUTATIONS = Port(3, 3, group=replace(INTERTWINER_GROUPS["gelu"], permutati
         refused(SoftSortMap, RELU, 0, says="tau of SoftSortMap must be a number > 0, got 0"),
         refused(GroupMap, RELU, projection="euclid"),
         refused(GroupMap, RELU, alpha=math.nan),
-        refused(GroupMap, RELU, iterations=0),
     ],
 )
 def test_what_group_maps_refuse(refusal):
