@@ -94,7 +94,7 @@ def label_for_people(figure: Figure) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             names = tick_names(axis)
             if names:
-                axis.set_major_formatter(FixedFormatter(list(map(readable_names, without_common_prefix(names)))))
+                axis.set_major_formatter(FixedFormatter(without_common_prefix(list(map(readable_names, names)))))
         for drawn in (*axes.lines, *axes.collections, *axes.patches, *axes.containers):
             drawn.set_label(readable_names(str(drawn.get_label())))
     ticks = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels()}
@@ -139,7 +139,7 @@ def wrap(text: Text, room: float) -> None:
     """Break the lines of a text, other than formulas, to fit into so many inches."""
     letters = max(12, int(1.1 * room * 72 / (_LETTER * float(text.get_fontsize()))))
     shown, whole = getattr(text, "wrapped", ("", ""))
-    whole = whole if shown == text.get_text() else text.get_text()  # another room wraps the whole text anew
+    whole = whole if shown == text.get_text() else text.get_text()  # wrapped again for another width
     lines = whole.splitlines()
     if "$" not in whole and max(map(len, lines), default=0) > letters:
         text.set_text("\n".join(part for line in lines for part in textwrap.wrap(line, letters) or [line]))
@@ -225,13 +225,13 @@ def drop_repeated(places: Sequence[Axes], columns: int) -> None:
 def put_legend(
     figure: Figure, handles: Sequence[Any], labels: Sequence[str], *, beside: bool = False, size: float = 9.0
 ) -> None:
-    """Put a legend below or beside all panels, in rows of about the same length.
+    """Add a legend below all panels, or on their right.
 
     Args:
         figure: The layout leaves room for the legend.
         handles: Artists.
         labels: Their names.
-        beside: Whether the legend is on the right, with one name in a row.
+        beside: Whether to add it on the right, with one name per row.
         size: Points of the letters.
     """
     labels = [readable_names(label) for label in labels]

@@ -299,7 +299,7 @@ def _tell_apart(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> 
     free = [shade for shade in shades if shade not in fixed]
     chosen = _COLORS if len(free) <= len(_COLORS) else shared.line_colors(len(free))
     colors = {**dict(zip(free, chosen, strict=False)), **fixed}
-    dashed = any("ls" in one.look for kind, one in every if kind in _LINES)
+    dashed = any(one.look.get("ls", "-") != "-" for kind, one in every if kind in _LINES)
     of_lines = [shade for shade in shades if any(kind in _LINES and one.shade == shade for kind, one in every)]
     for kind, one in every:
         one.look.setdefault("color", colors[one.shade])
@@ -307,7 +307,7 @@ def _tell_apart(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> 
             continue
         place = of_lines.index(one.shade)
         if not dashed:
-            one.look["ls"] = shared.DASHES[place % len(shared.DASHES)]
+            one.look["ls"] = one.look.get("ls") or shared.DASHES[place % len(shared.DASHES)]
         if kind in ("line", "error") and len(of_lines) <= len(shared.MARKERS) and "marker" not in one.look:
             one.look.update(marker=shared.MARKERS[place], ms=one.look.get("ms", 4.5))
 

@@ -1,4 +1,4 @@
-"""Figures as files: PNG, and PDF or SVG beside it, as drawn or as wide as a column or a page of a paper."""
+"""Files of figures: PNG, PDF and SVG, as drawn or with the width of a column or a page of a paper."""
 
 import copy
 import io
@@ -30,8 +30,8 @@ _DPI = 200
 _LETTERS = (6.5, 8.0)  # points of the smallest and the largest letters of a figure for a paper
 _PANEL, _ONE_OF_MANY = 2.0, 1.6  # inches of the narrowest panel with its labels; where there are more than four
 _FULL = 0.85  # share of a line that words take at most: small letters are wider than their average
-_BESIDE = 0.55  # inches of the labels beside a panel
-_FLAT = 0.6  # height of a panel over its width, where nothing else says it
+_BESIDE = 0.55  # inches of the labels on the left of a panel
+_FLAT = 0.6  # height of a panel over its width, by default
 _THIN = 0.75  # widths of lines in a paper, relative to those as drawn
 # Text remains text: letters as TrueType in PDF, words in SVG. Files of equal figures are equal.
 _RULES: dict[str, Any] = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "lightning_sym"}
@@ -55,7 +55,7 @@ def check_figure_files(form: str, size: str | None) -> None:
 
 
 def write_figure(figure: Figure, file: Path, form: FigureFormat = "png", size: FigureSize | None = None) -> list[Path]:
-    """Write a figure as PNG at 200 dpi and, if asked for, as PDF or SVG beside it.
+    """Write a figure as PNG at 200 dpi and, if asked for, as PDF or SVG.
 
     Args:
         figure: The figure; it is not changed.
@@ -93,7 +93,7 @@ def figure_bytes(figure: Figure, form: FigureFormat = "png", dpi: float = _DPI) 
 
 
 def fitted_figure(figure: Figure, size: FigureSize | None = None) -> Figure:
-    """Return a copy of a figure in which no names of ticks overlap, as wide as a column or a page.
+    """Return a copy of a figure without overlapping names of ticks, with the width of a column or a page.
 
     In a column, panels are below one another; letters have 6.5 to 8 points. Names of ticks are rotated where they
     would overlap, and some are left out where that is not enough. Numbers that do not fit into their cells are
@@ -119,7 +119,7 @@ def _fit(figure: Figure, width: float) -> None:
     panels, _ = panels_of(figure)
     drawn = shared.columns_of(panels)
     most = max(1, min(drawn, int(width // (_PANEL if len(panels) <= 4 else _ONE_OF_MANY))))
-    # As many columns as divide those drawn: what stands below one another there has something in common.
+    # A divisor of the number of columns: panels of a column belong together.
     columns = next((count for count in range(most, 1, -1) if drawn % count == 0), most)
     if columns != drawn:
         name_each(figure, panels)
@@ -145,7 +145,7 @@ def _fit(figure: Figure, width: float) -> None:
     figure.set_size_inches(width, sum(_wanted(axes, room) + 0.4 for axes in panels[::columns]) + 0.5)
     _wrap(figure, panels, room)
     shared.put_legend_again(figure, 7.0)
-    for _ in range(3):  # what surrounds the panels depends on their labels, which depend on the height
+    for _ in range(3):  # the size of labels depends on the height
         figure.draw_without_rendering()
         places = [axes.get_position(original=True) for axes in panels]
         high, wide = figure.get_figheight(), figure.get_figwidth()

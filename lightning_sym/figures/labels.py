@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 
 _MEASURES = {"group": "Procrustes, group", "orthogonal": "Procrustes, orthogonal"}
+_WORDS = {"least_squares": "least squares", "procrustes": "Procrustes", "softsort": "SoftSort"}
+_GROUPS = {"euclidean": "Euclidean"}
 _KERNELS = {"linear": "linear", "max": "max", "laplace": "Laplace"}
 _LAYERS = "activation|classifier|conv|linear|norm|pool"
 _ALONE = rf"(?<![\w./-])(embedding\.)?({_LAYERS})(\d+)(?![\w.])"  # a name of this package's networks, not a longer path
@@ -14,7 +16,7 @@ def measure_label(name: str) -> str:
     """Return the label of a measure of similarity.
 
     Args:
-        name: As in :data:`lightning_sym.similarity.MEASURES`, or any other name, which is returned as it is.
+        name: As in :data:`lightning_sym.similarity.MEASURES`, or any other name, which is returned unchanged.
 
     Example:
         >>> measure_label("cka_linear"), measure_label("orthogonal")
@@ -40,7 +42,8 @@ def readable_names(text: str) -> str:
     text = re.sub(r"(?<![\w./-])(?:module\.|_orig_mod\.)+(?=\w)", "", text)
     text = re.sub(rf"\bcka_({'|'.join(_KERNELS)})\b", lambda kernel: f"CKA, {_KERNELS[kernel[1]]}", text)
     text = re.sub(r"\b(rank|lasso)\(([\d.e-]+)\)", r"\1 \2", text)
-    text = re.sub(r"\bgroup\((\w+)\)", r"group, \1", text)
+    text = re.sub(r"\bgroup\((\w+)\)", lambda group: f"group, {_GROUPS.get(group[1], group[1])}", text)
+    text = re.sub(rf"(?<![\w./-])({'|'.join(_WORDS)})(?![\w./-])", lambda word: _WORDS[word[1]], text)
     text = re.sub(_BLOCK, lambda block: f"block {block[1]}" + _words(block[2]), text)
     return re.sub(_ALONE, lambda name: f"{'embedding, ' if name[1] else ''}{name[2]} {name[3]}", text)
 
@@ -65,7 +68,7 @@ def without_common_prefix(names: Sequence[str]) -> list[str]:
     shared = 0
     while all(len(path) > shared + 1 and path[shared] == parts[0][shared] for path in parts):
         shared += 1
-    # A bare number does not say what it counts: the module in front of it stays.
+    # Numbers alone are ambiguous: the module before them stays.
     if shared and any(path[shared:][0].isdigit() and len(path) == shared + 1 for path in parts):
         shared -= 1
     return [".".join(path[shared:]) for path in parts]

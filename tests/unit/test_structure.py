@@ -32,7 +32,7 @@ LEVELS = [
         "_notebook",
         "_random",
     }
-    | {"_runs", "_statistics", "_tags", "_text", "_trust", "recipes"},
+    | {"_random", "_runs", "_statistics", "_tags", "_text", "_trust", "recipes"},
     {"layers"},
     {"networks"},
     {"symmetry", "curvature", "weights"},
