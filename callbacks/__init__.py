@@ -9,6 +9,7 @@ from lightning_sym.callbacks.dissection_report import DissectionReport
 from lightning_sym.callbacks.ensemble_report import EnsembleReport
 from lightning_sym.callbacks.equivalence_report import EquivalenceReport
 from lightning_sym.callbacks.fast_geometric_ensemble import FastGeometricEnsemble
+from lightning_sym.callbacks.figure_files import FigureFiles
 from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
 from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
 from lightning_sym.callbacks.matching_report import MatchingReport
@@ -42,6 +43,7 @@ __all__ = [
     "EnsembleReport",
     "EquivalenceReport",
     "FastGeometricEnsemble",
+    "FigureFiles",
     "LearningCoefficient",
     "MarginalLikelihood",
     "MatchingReport",

@@ -1,6 +1,5 @@
 """Write figures, text and final numbers of a run to its folder, and send them to its loggers."""
 
-import io
 import json
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,23 +11,23 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sym._files import write_atomically
-from lightning_sym.figures import cards
+from lightning_sym.callbacks.figure_files import FigureFiles
+from lightning_sym.figures import cards, write_figure
 from lightning_sym.reports import ResultTable, RunResults
 
 
 def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> None:
-    """Save a figure as PNG and send its panels to every logger that takes figures; call it on rank 0.
+    """Save a figure and send its panels to every logger that takes figures; call it on rank 0.
 
     Args:
         trainer: Its loggers are used; those without ``add_figure`` are skipped.
         figure: The figure, which is consumed, see :func:`lightning_sym.figures.cards`.
         tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``. Several panels are numbered:
             ``figures/StitchingReport/penalties/1``.
-        file: The PNG to write, with all panels.
+        file: The PNG to write, with all panels; :class:`FigureFiles` chooses its size, and files beside it.
     """
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(file, buffer.getvalue())
+    chosen = FigureFiles.of(trainer)
+    write_figure(figure, file, chosen.form, chosen.size)
     for number, card in cards(figure):
         _send(trainer, "add_figure", f"{tag}/{number}" if number else tag, card)
 

@@ -17,7 +17,10 @@ from lightning_sym._text import unknown
 
 CONFIG = "config.yaml"
 # Settings without effect on results: locations of files, and displays during a run.
-_NO_SETTINGS = ("run_dir", "zoo_dir", "overwrite", "log_details", "requires", "ckpt_path", "weights_only", "checkpoint")
+_NO_SETTINGS = (
+    *("run_dir", "zoo_dir", "overwrite", "log_details", "figures", "figure_size", "requires", "ckpt_path"),
+    *("weights_only", "checkpoint"),
+)
 _NO_OPTIONS = (
     *("logger", "log_every_n_steps", "profiler", "plugins", "default_root_dir", "dirpath"),
     *("enable_progress_bar", "enable_checkpointing", "enable_model_summary"),

@@ -44,6 +44,7 @@ from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._claims import Claim
 from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
+from lightning_sym._notebook import Tabular
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, architecture_name, build
 from lightning_sym.weights import as_network, check_numbers_alike, fit_weights, flat_weights, read_weights
@@ -100,7 +101,7 @@ class ZooMember:
             ) from None
 
 
-class ModelZoo:
+class ModelZoo(Tabular):
     """A zoo opened for reading; make one with :meth:`open`.
 
     Iterating yields the :class:`ZooMember` records in order of index; ``len(zoo)`` counts them.
@@ -125,6 +126,18 @@ class ModelZoo:
         self.damaged = dict(damaged)
         self._network = network
         self._allow = tuple(allow)
+
+    def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the architecture and the folder, and a row with the metrics of each member."""
+        names = dict.fromkeys(
+            (split, name) for one in self.members.values() for split, metrics in one.metrics.items() for name in metrics
+        )
+        rows = [
+            {"member": number, **{f"{split}/{name}": one.metrics.get(split, {}).get(name) for split, name in names}}
+            for number, one in self.members.items()
+        ]
+        name = str(self.architecture["class_path"]).rpartition(".")[2]
+        return f"{len(rows)} members, {name}, in {self.path}", rows
 
     @classmethod
     def open(cls, path: str | Path, *, network: Network | None = None, allow: Sequence[str] = ()) -> "ModelZoo":

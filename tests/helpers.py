@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from rich.console import Console
 from torch import Tensor, fx, nn
 from torchmetrics import Metric
 
+from lightning_sym._files import write_atomically
 from lightning_sym.figures import cards
 from lightning_sym.figures.cards import CARD
 from lightning_sym.networks import Network
@@ -151,12 +153,17 @@ def as_pixel(publish_figure: Callable[..., None]) -> Callable[..., None]:
     For runs that are about other things than pictures: drawing one takes a tenth of a second, the first one of a
     process half a second.
     """
+    from lightning_sym.callbacks import publishing  # imports Lightning
+
     pixel = io.BytesIO()
     Image.new("L", (1, 1), 255).save(pixel, format="png")
 
+    def write(figure: Figure, file: Path, *_: object) -> None:
+        write_atomically(file, pixel.getvalue())
+
     def publish(trainer: Any, figure: Figure, tag: str, file: Path) -> None:
-        figure.savefig = lambda target, **_: target.write(pixel.getvalue())
-        publish_figure(trainer, figure, tag, file)
+        with patch.object(publishing, "write_figure", write):
+            publish_figure(trainer, figure, tag, file)
 
     return publish
 

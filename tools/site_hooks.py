@@ -4,6 +4,7 @@ Pages are unchanged in the repository. Formulas become MathML. A link to a file 
 page with that file. Each package gets a page in the API reference.
 """
 
+import json
 import os
 import posixpath
 import re
@@ -17,6 +18,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 from mathematics import blocks_to_mathml  # noqa: E402
+from notebooks import to_markdown  # noqa: E402
 from packages import api_pages, link_packages  # noqa: E402
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
@@ -107,7 +109,7 @@ def _page_of(path: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return the page of a file: Markdown unchanged, code as code, a folder as the list of its files."""
+    """Return the page of a file: Markdown unchanged, code, notebooks with outputs, a folder as a list of files."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         names = sorted(one.name + "/" * one.is_dir() for one in path.iterdir() if not one.name.startswith(("_", ".")))
@@ -115,6 +117,8 @@ def _shown(path: Path) -> str:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
+    if path.suffix == ".ipynb":
+        return to_markdown(json.loads(text))
     if len(text) > _LARGEST:
         text = text[:_LARGEST] + "\n... (truncated)\n"
     return f"# {path.name}\n\n`{name}` in the repository.\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{text}````\n"

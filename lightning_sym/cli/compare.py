@@ -3,18 +3,17 @@
 This module reads the options and the files of the runs without importing torch.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_sym._files import write_atomically
 from lightning_sym._runs import FinishedRun, find_runs
+from lightning_sym._text import unknown
 from lightning_sym.cli.given import read_own
 
 USAGE = (
     "usage: lightning-sym compare RUN RUN [RUN ...] [--metrics PATTERNS] [--table NAME] [--ignore OPTIONS] "
-    "[--out FOLDER]"
+    "[--out FOLDER] [--figures FORMAT] [--figure_size SIZE]"
 )
 NEEDS = "lightning_sym.reports"  # imports PyTorch
 HELP = f"""{USAGE}
@@ -27,8 +26,11 @@ group, with its mean and 95 % interval. A star marks a significant difference fr
                        columns of a table. Default: the final numbers of the runs' reports
   --table NAME         compare the rows of results/NAME.csv
   --ignore OPTIONS     settings that make no difference, as seeds make none, by patterns: --ignore model.zoo
-  --out FOLDER         write comparison.csv, comparison.json (with the value of each run) and comparison.png there"""
-_OPTIONS = ("metrics", "table", "ignore", "out")
+  --out FOLDER         write comparison.csv, comparison.json (with the value of each run) and comparison.png there
+  --figures FORMAT     also write comparison.pdf (pdf) or comparison.svg (svg)
+  --figure_size SIZE   make the figure as wide as a column of a paper (column) or as a page (page)"""
+_OPTIONS = ("metrics", "table", "ignore", "out", "figures", "figure_size")
+_CHOICES = {"figures": ("png", "pdf", "svg"), "figure_size": ("column", "page")}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Asked:
         table: Whose rows are compared.
         ignore: Patterns of options.
         out: Folder of the files.
+        figures: Format of the figure, beside PNG.
+        figure_size: Width of the figure; None as drawn.
         runs: The runs; by :func:`look`, like ``left_out``.
         left_out: Reasons for leaving runs out.
     """
@@ -50,6 +54,8 @@ class Asked:
     table: str | None = None
     ignore: tuple[str, ...] = ()
     out: Path | None = None
+    figures: str = "png"
+    figure_size: str | None = None
     runs: tuple[FinishedRun, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -67,6 +73,8 @@ def read_options(args: Sequence[str]) -> Asked:
     for name, value in given.items():
         if value in (None, "", [], {}):
             raise ValueError(f"--{name} has no value.")
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ValueError(unknown(f"value of --{name}", value, _CHOICES[name]))
     if not places:
         raise ValueError("Expected the folders of two or more runs, got none.")
     return Asked(
@@ -75,6 +83,7 @@ def read_options(args: Sequence[str]) -> Asked:
         None if "table" not in given else str(given["table"]).removesuffix(".csv").removesuffix(".json"),
         _patterns(given.get("ignore")),
         None if "out" not in given else Path(str(given["out"])),
+        **{name: str(given[name]) for name in _CHOICES if name in given},
     )
 
 
@@ -115,6 +124,7 @@ def run(asked: Asked) -> None:
     """
     from rich.console import Console
 
+    from lightning_sym.figures import write_figure
     from lightning_sym.reports.comparison import compare_runs
 
     found = compare_runs(asked.runs, metrics=asked.metrics, table=asked.table, ignore=asked.ignore)
@@ -125,8 +135,7 @@ def run(asked: Asked) -> None:
     if asked.out is None:
         return
     found.table.write(asked.out)
-    picture = io.BytesIO()
-    found.figure().savefig(picture, format="png")
-    write_atomically(asked.out / "comparison.png", picture.getvalue())
-    console.print(f"  picture {asked.out / 'comparison.png'}", highlight=False, soft_wrap=True)
+    picture = asked.out / "comparison.png"
+    for file in write_figure(found.figure(), picture, asked.figures, asked.figure_size):  # type: ignore[arg-type]
+        console.print(f"  picture {file}", highlight=False, soft_wrap=True)
     console.print(f"  table   {asked.out / 'comparison.csv'}", highlight=False, soft_wrap=True)

@@ -18,6 +18,7 @@ _CLASS, _ARGUMENTS = "class_path", ("init_args", "dict_kwargs")
 SECTIONS = ("model", "data", "trainer", "checkpoint")
 SETTINGS = (
     *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config"),
+    *("figures", "figure_size"),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
 _HELP = ("-h", "--help", "--print_config")  # take no value

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import jsonargparse
 import torch
@@ -35,7 +35,7 @@ from lightning_sym._documents import TooLargeError, load_yaml
 from lightning_sym._files import remove_abandoned, write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym._trust import SETTINGS, check_settings, resolve
-from lightning_sym.callbacks import ZooExport, publish_text
+from lightning_sym.callbacks import FigureFiles, ZooExport, publish_text
 from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym.cli.given import LINKED, classes, full_path, merge, read_given
@@ -239,6 +239,15 @@ class RecipeCLI(LightningCLI):
             default=False,
             help="Show curves of single members, pairs and layers in TensorBoard as well, below details/; metrics.csv "
             "always has them.",
+        )
+        parser.add_argument(
+            "--figures", type=Literal["png", "pdf", "svg"], default="png", help="Write figures in this format as well."
+        )
+        parser.add_argument(
+            "--figure_size",
+            type=Literal["column", "page"] | None,
+            default=None,
+            help="Width of figures: a column (3.25 inches) or a page (6.75 inches) of a paper; default as drawn.",
         )
         parser.add_argument(
             "--zoo_dir", type=str | None, default=None, help="Zoo that members are exported to; default run_dir/zoo."
@@ -502,6 +511,8 @@ class RecipeCLI(LightningCLI):
         kwargs["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), AtomicCheckpointIO()]
         callbacks = config.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if (figures := FigureFiles(*(self._get(self.config, name) for name in ("figures", "figure_size")))).chosen:
+            kwargs["callbacks"] = callbacks = [*callbacks, figures]
         bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
         wanted = config.get("enable_progress_bar")
         if wanted is None and not sys.stdout.isatty() and not bars:

@@ -5,7 +5,6 @@ This module reads the options without importing torch.
 
 import contextlib
 import functools
-import io
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -295,15 +294,14 @@ def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None
     """Write the report, and print its tables and notes."""
     from rich.console import Console
 
+    from lightning_sym.figures import write_figure
     from lightning_sym.reports.merging import merging_results
 
     results = merging_results(found, dict(about), loss)
     for table in results.tables:
         table.write(asked.report)
     for name, figure in results.figures:
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png")
-        write_atomically(asked.report / f"{name}.png", picture.getvalue())
+        write_figure(figure, asked.report / f"{name}.png")
     for name, content in results.files.items():
         write_atomically(asked.report / name, content)
     console = Console(width=80)

@@ -22,7 +22,7 @@ from lightning_sym.zoo import versions
 
 _CONNECTING = 60.0  # seconds
 # Display settings, and those that only rank 0 uses, may differ.
-_FREE = ("config", "log_details", "overwrite", "requires")
+_FREE = ("config", "log_details", "figures", "figure_size", "overwrite", "requires")
 _FREE_OF_TRAINER = ("enable_model_summary", "enable_progress_bar", "logger", "profiler")
 _FOLDERS = ("run_dir", "zoo_dir")
 _ENVIRONMENT = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")

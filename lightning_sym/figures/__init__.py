@@ -13,13 +13,10 @@ from lightning_sym.figures.equivalence_sets import (
     point_set,
     search_curves,
 )
-from lightning_sym.figures.similarity import (
-    HeatMap,
-    similarity_maps,
-)
-from lightning_sym.figures.stitching import (
-    penalty_heat_map,
-)
+from lightning_sym.figures.files import check_figure_files, figure_bytes, fitted_figure, write_figure
+from lightning_sym.figures.labels import measure_label, readable_names
+from lightning_sym.figures.similarity import HeatMap, similarity_maps
+from lightning_sym.figures.stitching import penalty_heat_map
 from lightning_sym.figures.zoo import confusion_matrix
 
 __all__ = [
@@ -32,19 +29,25 @@ __all__ = [
     "Scale",
     "betti_curve",
     "cards",
+    "check_figure_files",
     "class_stack_figure",
     "confusion_matrix",
     "contour_levels",
     "curve_planes",
     "embedding",
     "epoch_panel",
+    "figure_bytes",
+    "fitted_figure",
     "isosurface",
     "isosurface_mesh",
     "log_contour",
     "loss_surface",
+    "measure_label",
     "penalty_heat_map",
     "planes_beside",
     "point_set",
+    "readable_names",
     "search_curves",
     "similarity_maps",
+    "write_figure",
 ]

@@ -1,6 +1,5 @@
 """Helpers of figures of equivalence classes: found points, marks of the scale of J, warnings."""
 
-import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from matplotlib.text import Annotation
 from mpl_toolkits.mplot3d.axes3d import Axes3D
 from numpy.typing import ArrayLike
 
-from lightning_sym.figures._panels import INK, Values, panels
+from lightning_sym.figures._panels import INK, Values, panels, put_legend
 
 WARNING = "#c00000"
 NOWHERE = "#e6e6e6"  # where there is no value
@@ -149,13 +148,7 @@ def draw_points(
 def finish(figure: Figure, handles: Sequence[Artist], title: str, warning: str | None) -> None:
     """Put a legend below all axes, the title above and the warning in red below it; the layout leaves room for all."""
     if handles:
-        labels = [str(handle.get_label()) for handle in handles]
-        longest = max(len(re.sub(r"\\[a-z]+|[$^_{}]", "", label)) for label in labels)
-        columns = int(np.clip(12.5 * figure.get_figwidth() // (longest + 8), 1, len(handles)))
-        columns = -(-len(handles) // -(-len(handles) // columns))  # rows of about the same length
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handletextpad=0.6
-        )
+        put_legend(figure, handles, [str(handle.get_label()) for handle in handles])
     figure.set_layout_engine("constrained", h_pad=0.08)
     width = figure.get_figwidth()
     lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(10.5 * width))]

@@ -1,7 +1,9 @@
 """Helpers of all figures: panels, curves with a band, tables of numbers, legends."""
 
 import functools
+import io
 import math
+import re
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec
@@ -13,7 +15,11 @@ from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
+from matplotlib.ticker import FixedFormatter
 from numpy.typing import NDArray
+
+from lightning_sym.figures._room import CELL, separate, tick_names
+from lightning_sym.figures.labels import readable_names, without_common_prefix
 
 Values = NDArray[np.float64]
 P = ParamSpec("P")
@@ -27,6 +33,18 @@ _LEAST = 9  # pixels of a letter
 # How wide TensorBoard's page of images shows a picture, in pixels, however high it is.
 _SHOWN = (420.0, math.inf)
 _LETTER = 0.5  # the width of a letter, as a share of its height
+DASHES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (9, 2)), (0, (2, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+class NotebookFigure(Figure):
+    """A figure that shows itself as the last value of a cell of a notebook, without ``pyplot``."""
+
+    def _repr_png_(self) -> bytes:
+        separate(self)
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
 
 
 def panels(
@@ -43,7 +61,7 @@ def panels(
         **layout: For ``Figure.subplots``.
     """
     columns = columns or count
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
+    figure = NotebookFigure(figsize=(width, height), layout="constrained", dpi=120)
     places: list[Axes] = list(figure.subplots(-(-count // columns), columns, squeeze=False, **layout).flat)
     for axes in places[count:]:
         axes.set_axis_off()
@@ -55,7 +73,7 @@ def panels(
 
 
 def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Enlarge titles and axis labels of the figure that a function returns, for small pictures of it.
+    """Give the figure that a function returns labels for people, and titles that can be read on small pictures of it.
 
     TensorBoard shows such a preview. Titles and labels that are too long are wrapped.
     """
@@ -63,10 +81,25 @@ def readable(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
         figure = draw(*args, **kwargs)
+        label_for_people(figure)
         enlarge_words(figure, _SHOWN)
         return figure
 
     return drawn
+
+
+def label_for_people(figure: Figure) -> None:
+    """Replace names of measures and modules in titles, ticks and legends by labels for people."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            names = tick_names(axis)
+            if names:
+                axis.set_major_formatter(FixedFormatter(without_common_prefix(list(map(readable_names, names)))))
+        for drawn in (*axes.lines, *axes.collections, *axes.patches, *axes.containers):
+            drawn.set_label(readable_names(str(drawn.get_label())))
+    ticks = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels()}
+    for text in figure.findobj(lambda one: isinstance(one, Text) and one not in ticks):
+        text.set_text(readable_names(text.get_text()))  # type: ignore[attr-defined]
 
 
 def least_size(figure: Figure, pixels: tuple[float, float]) -> float:
@@ -98,12 +131,19 @@ def enlarge_words(figure: Figure, pixels: tuple[float, float]) -> None:
 
 def _enlarge(text: Text, least: float, room: float) -> None:
     """Give a text a size of at least so many points, and lines that fit into so many inches."""
-    size = max(float(text.get_fontsize()), least)
-    text.set_fontsize(size)
-    letters = max(12, int(1.1 * room * 72 / (_LETTER * size)))
-    lines = text.get_text().splitlines()
-    if "$" not in text.get_text() and max(map(len, lines), default=0) > letters:
+    text.set_fontsize(max(float(text.get_fontsize()), least))
+    wrap(text, room)
+
+
+def wrap(text: Text, room: float) -> None:
+    """Break the lines of a text, other than formulas, to fit into so many inches."""
+    letters = max(12, int(1.1 * room * 72 / (_LETTER * float(text.get_fontsize()))))
+    shown, whole = getattr(text, "wrapped", ("", ""))
+    whole = whole if shown == text.get_text() else text.get_text()  # wrapped again for another width
+    lines = whole.splitlines()
+    if "$" not in whole and max(map(len, lines), default=0) > letters:
         text.set_text("\n".join(part for line in lines for part in textwrap.wrap(line, letters) or [line]))
+        text.wrapped = text.get_text(), whole  # type: ignore[attr-defined]
 
 
 def check_some(**entries: Collection[object]) -> None:
@@ -163,8 +203,52 @@ def numbered_cells(
         for column, text in enumerate(words):
             if text:
                 color = "white" if dark[row, column] else INK
-                axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color)
+                axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color, gid=CELL)
     return image
+
+
+def columns_of(panels: Sequence[Axes]) -> int:
+    """Return the number of columns of panels."""
+    return len({place.colspan.start for axes in panels if (place := axes.get_subplotspec()) is not None})
+
+
+def drop_repeated(places: Sequence[Axes], columns: int) -> None:
+    """Remove axis labels that the panel to the left or below repeats."""
+    for index, axes in enumerate(places):
+        row, below = places[index - index % columns], places[index + columns : index + columns + 1]
+        if axes is not row and axes.get_ylabel() == row.get_ylabel():
+            axes.set_ylabel("")
+        if below and axes.get_xlabel() == below[0].get_xlabel():
+            axes.set_xlabel("")
+
+
+def put_legend(
+    figure: Figure, handles: Sequence[Any], labels: Sequence[str], *, beside: bool = False, size: float = 9.0
+) -> None:
+    """Add a legend below all panels, or on their right.
+
+    Args:
+        figure: The layout leaves room for the legend.
+        handles: Artists.
+        labels: Their names.
+        beside: Whether to add it on the right, with one name per row.
+        size: Points of the letters.
+    """
+    labels = [readable_names(label) for label in labels]
+    longest = max(len(re.sub(r"\\[a-z]+|[$^_{}]", "", label)) for label in labels)
+    columns = int(np.clip(112 / size * figure.get_figwidth() // (longest + 8), 1, len(handles)))
+    columns = 1 if beside else -(-len(handles) // -(-len(handles) // columns))
+    place: Any = f"outside {'right center' if beside else 'lower center'}"
+    look: Any = {"frameon": False, "fontsize": size, "handletextpad": 0.6, "handlelength": 2.8}
+    figure.legend(handles, labels, loc=place, ncols=columns, **look)
+    figure.entries = handles, labels  # type: ignore[attr-defined]
+
+
+def put_legend_again(figure: Figure, size: float) -> None:
+    """Put the legend of :func:`put_legend` below a narrower figure, with letters of a size in points."""
+    if hasattr(figure, "entries"):
+        figure.legends.clear()  # a copy of a figure cannot remove its legend otherwise
+        put_legend(figure, *figure.entries, size=size)
 
 
 def legend_above(axes: Axes) -> None:

@@ -30,16 +30,14 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
         The number of a panel, from ``"1"`` at the upper left on, and the figure with that panel; of a single panel an
         empty text. Titles and names of axes have letters of at least 9 pixels on a card.
     """
-    bars = {axes: list(axes._colorbar_info["parents"]) for axes in figure.axes if hasattr(axes, "_colorbar_info")}
-    used = [axes for axes in figure.axes if axes.axison or axes.name == "3d"]  # no empty places
-    panels = [axes for axes in used if axes.get_subplotspec() and axes not in bars]
+    panels, bars = panels_of(figure)
     if len(panels) < 2:
         shared.enlarge_words(figure, CARD)
         if panels:
             _enlarge_names(figure, panels[0])
         yield "", figure
         return
-    _name_each(figure, panels)
+    name_each(figure, panels)
     for number, panel in enumerate(panels, 1):
         for axes in figure.axes:
             shown = axes is panel or panel in bars.get(axes, ())
@@ -54,7 +52,14 @@ def cards(figure: Figure) -> Iterator[tuple[str, Figure]]:
         yield f"{number:0{len(str(len(panels)))}}", figure
 
 
-def _name_each(figure: Figure, panels: Sequence[Axes]) -> None:
+def panels_of(figure: Figure) -> tuple[list[Axes], dict[Axes, list[Axes]]]:
+    """Return the panels of a figure, row by row, and the bars of colors with the panels that they are for."""
+    bars = {axes: list(axes._colorbar_info["parents"]) for axes in figure.axes if hasattr(axes, "_colorbar_info")}
+    used = [axes for axes in figure.axes if axes.axison or axes.name == "3d"]  # no empty places
+    return [axes for axes in used if axes.get_subplotspec() and axes not in bars], bars
+
+
+def name_each(figure: Figure, panels: Sequence[Axes]) -> None:
     """Copy titles, axis labels, ticks and legends of the outer panels to all panels."""
     titles = {axes: axes.get_title() for axes in panels}
     below = {axes: axes.get_xlabel() for axes in panels}

@@ -8,11 +8,13 @@ from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
+from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _panels as shared
 from lightning_sym.figures._panels import Values
 
+_RIM = [Stroke(linewidth=2.8, foreground=shared.INK), Normal()]  # white is seen on white in the legend
 _LEVELS, _FINEST, _CLIP = 7, -5.0, 5.0
 
 
@@ -87,7 +89,7 @@ def curve_planes(planes: Sequence[CurvePlane], *, title: str = "") -> Figure:
         axes.contourf(x, y, values.T, levels=filled, cmap=colors, norm=norm)
         axes.contour(x, y, values.T, levels=levels[:-1], colors=shared.INK, linewidths=0.4, alpha=0.6)
         ends, bends, path = (np.asarray(points, dtype=float) for points in (plane.ends, plane.bends, plane.path))
-        axes.plot(*ends.T, "--", color="white", lw=1.6, label="straight line")
+        axes.plot(*ends.T, "--", color="white", lw=1.6, label="straight line", path_effects=_RIM)
         axes.plot(*path.T, color=shared.VERMILION, lw=2.4, label="curve")
         axes.plot(*bends.T, "s", color="white", mec=shared.INK, ms=7, label="bend" if len(bends) == 1 else "bends")
         axes.plot(*ends.T, "o", color=shared.VERMILION, mec=shared.INK, ms=9, label="ends")
@@ -96,7 +98,7 @@ def curve_planes(planes: Sequence[CurvePlane], *, title: str = "") -> Figure:
             axes.set_xlabel(f"along the straight line\nthe curve is up to {plane.residual:.3g} away from this plane")
     for axes in row:
         axes.set_ylabel("towards the bend")
-    row[0].legend(loc="upper left", fontsize=8, framealpha=0.75, facecolor="#9a9a9a")
+    shared.put_legend(figure, *row[0].get_legend_handles_labels())
     bar = figure.colorbar(ScalarMappable(norm, colors), ax=row, ticks=levels, format="%.3g", spacing="uniform")
     bar.set_label(f"train loss, nats{', cut off at 5' if levels[-1] >= _CLIP else ''}")
     return figure

@@ -20,6 +20,7 @@ Kind = Literal["line", "lines", "dots", "error", "bars", "steps", "area"]
 _COLORS = (shared.BLUE, shared.VERMILION, shared.SKY, shared.ORANGE, shared.GREEN, shared.PINK, shared.BLACK)
 # Beyond this many points the axis of penalties is logarithmic, if there are larger ones.
 _LINEAR = 10.0
+_LINES = ("line", "lines", "steps", "error")
 _MOST = 12  # names in a legend
 
 
@@ -226,28 +227,18 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
         for panel, _, rows in split
     ]
     for together in [[one] for one in series] if chart.legend in ("each", "above") else [series]:
-        _color(together)
+        _tell_apart(together)
     for axes, (panel, row, rows), found in zip(places, split, series, strict=True):
         ticks = dict.fromkeys(one[marks.x] for index, marks in enumerate(panel.marks) for one in rows[index])
         _draw(axes, panel, row, found, list(ticks) if any(isinstance(tick, str) for tick in ticks) else [])
     for axes, (panel, row, _) in zip(places, split, strict=True):
         _end(axes, panel, row)
-    _once(places, columns)
+    shared.drop_repeated(places, columns)
     pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
     if pointed:
         _penalties([axes for axes, _ in pointed], [one for _, found in pointed for _, own in found for one in own])
     _legend(figure, places, chart.legend)
     return figure
-
-
-def _once(places: Sequence[Axes], columns: int) -> None:
-    """Remove axis labels that the panel to the left or below repeats."""
-    for index, axes in enumerate(places):
-        row, below = places[index - index % columns], places[index + columns : index + columns + 1]
-        if axes is not row and axes.get_ylabel() == row.get_ylabel():
-            axes.set_ylabel("")
-        if below and axes.get_xlabel() == below[0].get_xlabel():
-            axes.set_xlabel("")
 
 
 def _key(row: Row, columns: Sequence[str]) -> tuple[Any, ...]:
@@ -297,15 +288,28 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
         yield _Series(look.pop("label"), shade, list(by_place), heights, low, high, look)
 
 
-def _color(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
-    """Give each series without a color that of its label, the same in all panels."""
-    every = [one for panel in series for _, found in panel for one in found]
-    fixed = {one.shade: one.look["color"] for one in every if "color" in one.look}
-    free = [shade for shade in dict.fromkeys(one.shade for one in every) if shade not in fixed]
+def _tell_apart(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
+    """Give each series the color, the marker and the dashes of its label, the same in all panels.
+
+    Properties that are declared stay. Where some dashes are, they have a meaning, and no others are added.
+    """
+    every = [(marks.kind, one) for panel in series for marks, found in panel for one in found]
+    fixed = {one.shade: one.look["color"] for _, one in every if "color" in one.look}
+    shades = list(dict.fromkeys(one.shade for _, one in every))
+    free = [shade for shade in shades if shade not in fixed]
     chosen = _COLORS if len(free) <= len(_COLORS) else shared.line_colors(len(free))
     colors = {**dict(zip(free, chosen, strict=False)), **fixed}
-    for one in every:
+    dashed = any(one.look.get("ls", "-") != "-" for kind, one in every if kind in _LINES)
+    of_lines = [shade for shade in shades if any(kind in _LINES and one.shade == shade for kind, one in every)]
+    for kind, one in every:
         one.look.setdefault("color", colors[one.shade])
+        if kind not in _LINES or len(of_lines) < 2:
+            continue
+        place = of_lines.index(one.shade)
+        if not dashed:
+            one.look["ls"] = one.look.get("ls") or shared.DASHES[place % len(shared.DASHES)]
+        if kind in ("line", "error") and len(of_lines) <= len(shared.MARKERS) and "marker" not in one.look:
+            one.look.update(marker=shared.MARKERS[place], ms=one.look.get("ms", 4.5))
 
 
 def _draw(
@@ -347,7 +351,7 @@ def _add(axes: Axes, marks: Marks, one: _Series, x: Values, panel: Panel, width:
     heights = np.where(one.heights > 0, one.heights, np.nan) if "y" in panel.log else one.heights
     kind, mean, label = marks.kind, one.mean, one.label
     look = {"lw": 1.8, "label": label, **one.look}
-    plain = {name: value for name, value in look.items() if name not in ("ls", "lw", "marker", "ms")}
+    plain = {name: value for name, value in look.items() if name not in ("ls", "lw", "marker", "ms", "markevery")}
     if kind == "line" and np.isfinite(one.low).any():
         axes.plot(x, mean, **look)
         axes.fill_between(x, one.low, one.high, color=look["color"], alpha=0.15, lw=0)
@@ -455,6 +459,4 @@ def _legend(figure: Figure, places: Sequence[Axes], legend: str) -> None:
         if len(names) > _MOST:  # colors go from dark to bright, some are enough
             names = [names[index] for index in np.linspace(0, len(names) - 1, _MOST).round().astype(int)]
         if len(names) > 1:
-            look: Any = {"loc": f"outside {'right center' if legend == 'beside' else 'lower center'}"}
-            columns = 1 if legend == "beside" else 2 if max(map(len, names)) > 12 else 3
-            figure.legend([known[name] for name in names], names, ncols=columns, frameon=False, fontsize=9, **look)
+            shared.put_legend(figure, [known[name] for name in names], names, beside=legend == "beside")

@@ -4,13 +4,14 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import Batches, device_of
+from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
@@ -63,7 +64,7 @@ class Alignment:
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
+class Merged(Tabular):
     """The average of aligned networks.
 
     Attributes:
@@ -83,6 +84,17 @@ class Merged:
     rounds: int
     distances: tuple[float, ...]
     reasons: tuple[str, ...]
+
+    def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the number of networks and rounds, and the mean distance to the average before and after."""
+        return f"Average of {len(self.elements)} networks, {self.rounds} rounds", [
+            {"distance to the average": name, "root mean square": distance}
+            for name, distance in zip(
+                ("before alignment", "after the match", *(f"round {n}" for n in range(1, len(self.distances)))),
+                self.distances,
+                strict=False,
+            )
+        ]
 
     def __repr__(self) -> str:
         first, last = self.distances[0], self.distances[-1]

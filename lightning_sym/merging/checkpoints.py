@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._files import write_atomically
+from lightning_sym._notebook import Tabular
 from lightning_sym._text import nearest
 from lightning_sym.connectivity.interpolation import Barrier, Loss
 from lightning_sym.merging.adapters import Adapter, with_adapter
@@ -49,7 +50,7 @@ _LARGE = 2**22  # networks with more numbers run in single precision first, as c
 
 
 @dataclass(frozen=True, eq=False)
-class MergedCheckpoints:
+class MergedCheckpoints(Tabular):
     """The files that :func:`merge_checkpoints` wrote, and their evaluation.
 
     Attributes:
@@ -94,6 +95,15 @@ class MergedCheckpoints:
     losses: Mapping[str, tuple[float, float | None]] | None = None
     barriers: Mapping[str, Sequence[Barrier]] | None = None
     notes: tuple[str, ...] = field(default=())
+
+    def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the method, and for each network its distance to the reference and the reason to leave it as it is."""
+        return f"{len(self.names)} networks merged by {self.settings.method.name}: {self.out}", [
+            {"network": name, "distance before": before, "distance after": after, "left unchanged": reason}
+            for name, (before, after), reason in zip(
+                self.names, [(None, None), *self.distances], self.reasons, strict=True
+            )
+        ]
 
 
 def merge_checkpoints(

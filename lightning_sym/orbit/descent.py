@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._distributed import on_device_of
+from lightning_sym._notebook import Tabular
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
 from lightning_sym.orbit.objective import Objective
@@ -39,7 +40,7 @@ _CONDITION = math.log(1e4)  # of condition numbers: more of these would lose dig
 
 
 @dataclass(frozen=True)
-class OrbitMinimum(Moved):
+class OrbitMinimum(Moved, Tabular):
     """The result of a descent over the orbit; unpacks to the network and the element.
 
     Attributes:
@@ -58,6 +59,12 @@ class OrbitMinimum(Moved):
     after: float = math.nan
     history: tuple[OrbitStep, ...] = field(default=(), repr=False)
     converged: bool = False
+
+    def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the number of steps, and the objective before and after with the change of outputs."""
+        end = "converged" if self.converged else "not converged"
+        row = {"objective before": self.before, "after": self.after, "largest change of an output": self.change}
+        return f"Descent on the orbit: {len(self.history)} steps, {end}", [row]
 
 
 def minimize_on_orbit(

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from scipy.stats import t as student
 
+from lightning_sym._notebook import html_table
 from lightning_sym._runs import FinishedRun, is_seed
 from lightning_sym._statistics import student_interval
 from lightning_sym._tags import is_detail
@@ -87,6 +88,13 @@ class Comparison:
     groups: Sequence[RunGroup]
     values: Values
     notes: Sequence[str]
+
+    def _repr_html_(self) -> str:
+        settings = [
+            {"setting": name, **{group.name: text for group, text in zip(self.groups, texts, strict=True)}}
+            for name, texts in self.settings.items()
+        ]
+        return (html_table("settings that differ", settings) if settings else "") + self.table._repr_html_()
 
     def show(self, console: Console) -> None:
         """Print the settings that differ, a row for each number and a column for each group, and the notes.

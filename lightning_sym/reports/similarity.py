@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
-from lightning_sym.figures import Chart, HeatMap, Marks, Panel, similarity_maps
+from lightning_sym.figures import Chart, HeatMap, Marks, Panel, measure_label, similarity_maps
 from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -40,7 +40,7 @@ _LOOKS = {label: {"color": color, "ls": style, "lw": 2.0} for _, label, color, s
 _DEPTH = Chart(
     [
         Panel([Marks(kind, "first_layer", label=label, looks=_LOOKS, table="pairs") for kind, label, *_ in _KINDS],
-              "{measure}", ylabel="similarity", by=["measure"], top=1.03),
+              lambda row: measure_label(row["measure"]), ylabel="similarity", by=["measure"], top=1.03),
         Panel([Marks("share", "layer", ["weights"], looks=_LOOKS, table="channels")], "live channels, fraction",
               ylabel="similarity", top=1.03),
     ],
@@ -174,7 +174,10 @@ def _of_zoos(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]
               look={"color": color, "ls": style if ordered else ""})
         for kind, label, color, style in _KINDS
     ]  # fmt: skip
-    panel = Panel(marks, "{measure}, layer {place}", by=["place", "measure"], log="x" if ordered else "", top=1.03)
+    panel = Panel(
+        marks, lambda row: f"{measure_label(row['measure'])}, layer {row['place']}", by=["place", "measure"],
+        log="x" if ordered else "", top=1.03,
+    )  # fmt: skip
     chart = Chart([panel], "Similarity within zoos: {title}", columns=2, share="xy")
     yield from chart.named("zoos", sorted(rows, key=lambda row: row["place"]), title)
 
@@ -263,7 +266,10 @@ def _figures(
 ) -> Iterator[tuple[str, Figure]]:
     other = 0 if found.one_zoo else 1
     maps = [
-        HeatMap(measure, {kind: values.nanmean(0).numpy() for kind, values in kinds.items() if kind in found.live})
+        HeatMap(
+            measure_label(measure),
+            {kind: values.nanmean(0).numpy() for kind, values in kinds.items() if kind in found.live},
+        )
         for measure, kinds in found.values.items()
     ]
     labels = {kind: (_labels(found, kind, 0), _labels(found, kind, other)) for kind in found.live}

@@ -15,7 +15,7 @@ from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import seeded
 from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
-from lightning_sym.figures import Chart, Marks, epoch_panel
+from lightning_sym.figures import Chart, Marks, epoch_panel, measure_label
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.cells import finite
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -36,7 +36,7 @@ START, REFERENCE, MEMBERS = "start", "reference", "members"
 _OTHERS = {START: "the start", REFERENCE: "the reference", MEMBERS: "other members"}
 _PANEL = epoch_panel("", "similarity", Marks("similarity", "epoch", ["site"]), by=["with", "measure"], top=1.03)
 CHART = Chart(
-    [replace(_PANEL, title=lambda row: f"{row['measure']}, with {_OTHERS[row['with']]}")],
+    [replace(_PANEL, title=lambda row: f"{measure_label(row['measure'])}, with {_OTHERS[row['with']]}")],
     "Similarity of representations of {title} while training",
     columns=2,
     share="xy",

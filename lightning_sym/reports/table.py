@@ -1,25 +1,31 @@
 """Results of a finished run: tables with units, figures, and the summary on the terminal."""
 
 import csv
+import html
 import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.markup import render
 from rich.padding import Padding
 from rich.table import Table
 
 from lightning_sym._files import write_atomically
+from lightning_sym._notebook import Tabular, html_table
 from lightning_sym.reports.cells import Row, finite, text_table
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
-class ResultTable:
+class ResultTable(Tabular):
     """Rows, the units of their columns, and everything needed to make them again.
 
     Attributes:
@@ -32,6 +38,8 @@ class ResultTable:
     Example:
         >>> ResultTable("steps", "cost of each step", [{"step": 1, "time": 0.25}], {"time": "s"}).columns
         ['step', 'time']
+
+    :meth:`to_pandas` returns a table of pandas; a notebook shows the rows.
     """
 
     name: str
@@ -44,6 +52,23 @@ class ResultTable:
     def columns(self) -> list[str]:
         """The names of the columns; none without rows."""
         return list(self.rows[0]) if self.rows else []
+
+    def titled_rows(self) -> tuple[str, Sequence[Row]]:
+        """Return the description and the rows."""
+        return self.what, self.rows
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """Return the rows as a table of pandas; its ``attrs`` have the title, the units and what ``about`` has.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        frame = super().to_pandas()
+        frame.attrs |= {**self.about, "units": dict(self.units)}
+        return frame
+
+    def _repr_html_(self) -> str:
+        return html_table(*self.titled_rows(), units=self.units)
 
     def write(self, folder: str | Path) -> None:
         """Write ``<name>.csv`` and, with units and all that is known about the table, ``<name>.json``.
@@ -106,6 +131,10 @@ class RunResults:
         rows = [{"number": name, "value": finite(value)} for name, value in self.numbers.items()]
         of_numbers = {name: unit for name in self.numbers if (unit := _unit(name, units))}
         return ResultTable("numbers", "final numbers of the run", rows, of_numbers, {"headline": self.headline})
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>{html.escape(render(note.lstrip()).plain)}</p>" for note in self.notes)
+        return "".join(table._repr_html_() for table in self.tables[:1]) + notes
 
     def show(self, console: Console, folder: Path, run: Path) -> None:
         """Print the summary: a table, the notes, and where the files are.

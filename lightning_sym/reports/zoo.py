@@ -88,7 +88,9 @@ def _chart(quantity: str, members: int, *, kept: bool) -> Chart:
     marks = [
         Marks(quantity, "epoch", kind="lines", look={"lw": 1.2 if members <= 10 else 0.7, "alpha": 0.7}, **few),
         Marks(quantity, "epoch", kind="dots", where={"kept": True}, look={"ms": 9}, **few),
-        Marks(quantity, "epoch", label=f"mean of {members}", look={"color": "#1b1b1b", "ls": "--"}),
+        Marks(
+            quantity, "epoch", label=f"mean of {members}", look={"color": "#1b1b1b", "ls": "-", "lw": 2.4, "marker": ""}
+        ),
     ]
     heading = f"Validation {quantity}{' (dot: weights kept)' if kept else ''}"
     return Chart([Panel(marks, heading, "epoch", f"validation {quantity}", whole=True)])

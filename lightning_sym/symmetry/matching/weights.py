@@ -7,12 +7,14 @@ that move with them.
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import device_of, wide
+from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import canonical_element
@@ -31,7 +33,7 @@ _MOST_TIMES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Match(Descended):
+class Match(Descended, Tabular):
     """An element that aligns one network to another.
 
     Attributes:
@@ -52,6 +54,14 @@ class Match(Descended):
     distance_before: float
     distance_after: float
     method: str
+
+    def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the method, and the distance and the objective before and after."""
+        before, after = self.objective[0], self.objective[-1]
+        return f"Match by {self.method}, {self.sweeps} sweeps", [
+            {"quantity": "distance", "before": self.distance_before, "after": self.distance_after},
+            {"quantity": "objective", "before": before, "after": after},
+        ]
 
     def __repr__(self) -> str:
         return (
