@@ -56,7 +56,8 @@ class LearningCoefficient(TrainingMonitor):
     the results, so that a resumed run continues them.
 
     Args:
-        every_n_epochs: Epochs between two estimates, >= 1. None: at the end only. The start has none.
+        every_n_epochs: Epochs between two estimates, >= 1. None: at the end only. The start has none; with
+            ``max_epochs=0`` the given weights have one.
         members: Members of a task with several networks to watch: ``"all"`` or their indices.
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a task with several networks.
@@ -148,8 +149,8 @@ class LearningCoefficient(TrainingMonitor):
     # ---- points
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the results of each network, on every rank; empty before the first step."""
-        if trainer.global_step == 0:
+        """Return the results of each network, on every rank; empty before the first step of a training."""
+        if trainer.global_step == 0 and trainer.max_epochs != 0:
             return {"networks": {}}
         # Each member is on one rank, but all ranks run chains of all members.
         states = self.states(trainer, pl_module)
@@ -195,7 +196,9 @@ class LearningCoefficient(TrainingMonitor):
         return f"member-{number:04}" if len(members) > 1 or self.members != "all" else "network"
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the summary, after the progress bar has closed."""
+        """Print the summary, after the progress bar has closed; without any epoch, first measure the given weights."""
+        if self.active and trainer.max_epochs == 0:  # Lightning calls no hook of the training then
+            self.on_train_start(trainer, pl_module)
         super().on_fit_end(trainer, pl_module)
         if self.active and self._found is not None:
             self._found.show(Console(), self.path, self._run)

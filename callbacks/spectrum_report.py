@@ -21,7 +21,8 @@ from lightning_sym.symmetry import trace_symmetry
 class SpectrumReport(RunReport):
     """Report the sharpness of trained networks, raw and modulo symmetry.
 
-    At the end of the fit, every member that was not stopped is evaluated at its kept weights. The quantities are the
+    At the end of the fit, every member that was not stopped is evaluated at its kept weights, without training at its
+    current ones. The quantities are the
     largest eigenvalue, trace and Frobenius norm of the Hessian of the task's loss. The loss is that of the training
     data, not augmented, in eval mode. Each quantity is measured at the network, at the balanced point of its orbit, and
     at that point across the orbit, where rescaling has no effect (docs/theory/spectra.md, 6.1). The density of the
@@ -77,7 +78,10 @@ class SpectrumReport(RunReport):
         """
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
         batches = TrainingBatches(self, trainer, task, self.train_batches).own()
-        states = task.gathered_by_member({number: record["state"] for number, record in task.kept.items()})
+        own = {number: record["state"] for number, record in task.kept.items()}
+        if not trainer.global_step:  # nothing was trained, and so nothing was kept
+            own = {number: task.population.member_state(number) for number in task.population.numbers}
+        states = task.gathered_by_member(own)
         found = {}
         with self.progress(trainer, "measuring spectra") as progress, seeded(0):
             for done, (number, state) in enumerate(states.items()):

@@ -204,8 +204,7 @@ def construct(path: str, arguments: Mapping[str, Any], known: Any, option: str) 
                 f"{path} is not at the top level of a module, where it could be found again; move it there."
             ) from None
         raise ValueError(
-            f"There is no module {error.name!r}, which {path} needs; its folder has to be on PYTHONPATH, as in "
-            "PYTHONPATH=. lightning-sym ..."
+            f"There is no module {error.name!r}, which {path} needs; run this in its folder, or put that on PYTHONPATH."
         ) from None
     found = getattr(room, name, None)
     if not callable(found):
@@ -263,6 +262,25 @@ def _needs_no_values(network: nn.Module) -> bool:
     return not any(tensor.is_meta for tensor in others) and network.state_dict().keys() <= first_names(network).keys()
 
 
+def named_in(folder: str | Path, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of the model of a folder, as :func:`build_model` takes them.
+
+    Args:
+        folder: A folder with the ``config.json`` of transformers or timm.
+        arguments: Entries that replace those of the configuration, by name.
+
+    Raises:
+        ValueError: If it is no such folder.
+    """
+    content = _read_json(Path(folder) / "config.json")
+    if "architecture" not in content or "model_type" in content:
+        return f"transformers:{folder}", dict(arguments)
+    given = {key: content[key] for key in ("num_classes", "global_pool") if content.get(key) is not None}
+    own = content.get("model_args") or {}  # without those that name other files
+    given |= {key: own[key] for key in own if not key.startswith(("pretrained", "checkpoint", "cache"))}
+    return f"timm:{content['architecture']}", {**given, **arguments}
+
+
 def model_in(folder: str | Path, arguments: Mapping[str, Any] | None = None, *, meta: bool = False) -> Model:
     """Build the model of a folder with random weights.
 
@@ -274,15 +292,9 @@ def model_in(folder: str | Path, arguments: Mapping[str, Any] | None = None, *, 
     Raises:
         ValueError: If it is no such folder, or its network cannot be built.
     """
-    file = Path(folder) / "config.json"
-    if file.is_file():
-        content = _read_json(file)
-        if "architecture" in content and "model_type" not in content:
-            given = {key: content[key] for key in ("num_classes", "global_pool") if content.get(key) is not None}
-            own = content.get("model_args") or {}  # without those that name other files
-            given |= {key: own[key] for key in own if not key.startswith(("pretrained", "checkpoint", "cache"))}
-            return build_model(f"timm:{content['architecture']}", {**given, **(arguments or {})}, meta=meta)
-        return build_model(f"transformers:{folder}", arguments, meta=meta)
+    if (Path(folder) / "config.json").is_file():
+        name, arguments = named_in(folder, arguments or {})
+        return build_model(name, arguments, meta=meta)
     if not (Path(folder) / MANIFEST).exists():
         raise ValueError(f"{folder} names no network; expected the folder of a model (with config.json), or a zoo.")
     if arguments:

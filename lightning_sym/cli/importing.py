@@ -1,93 +1,209 @@
-"""``lightning-sym import``: checkpoints from elsewhere become members of a zoo."""
+"""``lightning-sym import``: checkpoints from elsewhere become members of a zoo.
+
+This module reads the options without importing torch.
+"""
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from lightning_sym.cli.given import LINKED, arguments_of, class_of, read_own
+from lightning_sym.cli.places import check_files, is_zoo
 
-import lightning_sym.datamodules
-import lightning_sym.networks
-from lightning_sym._text import nearest
-from lightning_sym.cli.given import arguments_of, class_of, merge, read_given, separated
-from lightning_sym.connectivity import curve_losses
-from lightning_sym.models import construct
-from lightning_sym.networks import Network, architecture_name
-from lightning_sym.reports.cells import counted
-from lightning_sym.tasks import SquaredDistance
-from lightning_sym.weights import as_network, fit_weights, read_weights
-from lightning_sym.zoo import ModelZoo
+USAGE = "usage: lightning-sym import FILE ... --network NETWORK --out FOLDER [--data DATAMODULE] [--prefix PREFIX]"
+NEEDS = "lightning_sym.models"  # imports PyTorch
+NETWORK = """\
+  --network NETWORK    torchvision:resnet18, timm:NAME, a folder with timm's config.json, a class or a function by its
+                       path (my_networks.Net in the current folder; lightning_sym's by its name), or a zoo
+  --network.ARGUMENT   an argument of it; sizes follow from the data
+  --data DATAMODULE    data that the networks were trained on: MNIST5kDataModule, or TensorDataModule --data.train FILE,
+                       or DatasetDataModule --data.dataset my_data.MyDataset; --data.ARGUMENT for its arguments"""
+HELP = f"""{USAGE}
 
-USAGE = (
-    "usage: lightning-sym import --network CLASS [--network.ARGUMENT VALUE ...] --out FOLDER [--prefix PREFIX] "
-    "[--data DATAMODULE [--data.ARGUMENT VALUE ...]] FILE ..."
-)
-HELP = """\
 Makes a zoo of checkpoints that were trained elsewhere, or adds them to one.
 
   FILE ...             state dicts of torch.save, Lightning checkpoints or .safetensors; nothing in them is run
-  --network CLASS      the class of the network, by its full path (lightning_sym's: by its name); put the folder of
-                       your own module on PYTHONPATH
-  --network.ARGUMENT   an argument of that class
+{NETWORK}
+                       with data, accuracies are measured and recorded
   --out FOLDER         the folder of the zoo
-  --prefix PREFIX      prefix of the weights' names, if several fit
-  --data DATAMODULE    the data that they were trained on; accuracies are measured and recorded
-  --data.ARGUMENT      an argument of that class"""
+  --prefix PREFIX      prefix of the weights' names, if several fit"""
 _OPTIONS = ("network", "out", "prefix", "data")
 
 
-def import_members(args: Sequence[str]) -> None:
-    """Read the files, check that they fit the network, and add them to a zoo.
+@dataclass(frozen=True)
+class Asked:
+    """Options of the command.
+
+    Attributes:
+        files: The checkpoints.
+        network: The network with its arguments.
+        out: The folder of the zoo.
+        prefix: Prefix of the names of the weights.
+        data: The class of the data with its arguments; None for none.
+    """
+
+    files: tuple[str, ...]
+    network: Any
+    out: Path
+    prefix: str | None = None
+    data: Any = None
+
+
+def read_options(args: Sequence[str]) -> Asked:
+    """Read the options.
 
     Args:
-        args: Options and files.
+        args: The arguments after the command; not those that ask for help.
 
     Raises:
-        ValueError: If an option is missing or not known, a class is not found, or a file does not fit. Nothing is
-            written then.
+        ValueError: If an option is missing or not known, or there is no file.
     """
-    if not args or args[0] in ("-h", "--help"):
-        print(USAGE, HELP, sep="\n\n")
-        return
-    options, files = separated(args)
-    given = merge(read_given(options))
-    for name in given:
-        if name not in _OPTIONS:
-            raise ValueError(f"import has no option '{name}'.{nearest(name, _OPTIONS)} {USAGE}")
+    given, files = read_own("import", args, _OPTIONS)
     missing = [name for name in ("network", "out") if not class_of(given.get(name))]
     if missing or not files:
-        raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}. {USAGE}")
-    kind, arguments = class_of(given["network"]), arguments_of(given["network"])
-    network = as_network(construct(kind, arguments, lightning_sym.networks, "network"))
+        raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}.")
     prefix = None if given.get("prefix") is None else str(given["prefix"])
-    data, identity, metrics = None, None, None
-    if given.get("data") is not None:
-        data = construct(class_of(given["data"]), arguments_of(given["data"]), lightning_sym.datamodules, "data")()
+    return Asked(tuple(files), given["network"], Path(str(given["out"])), prefix, given.get("data"))
+
+
+def look(asked: Asked) -> Asked:
+    """Check that the files exist.
+
+    Raises:
+        FileNotFoundError: If one does not.
+        ValueError: If one is a folder.
+    """
+    check_files(asked.files)
+    return asked
+
+
+def run(asked: Asked) -> None:
+    """Read the files, check that they fit the network, add them to a zoo, and print how to use it.
+
+    Args:
+        asked: As :func:`read_options` returns it.
+
+    Raises:
+        ValueError: If a class is not found, or a file does not fit. Nothing is written then.
+    """
+    data = None if asked.data is None else make_data(asked.data)
+    zoo = make_zoo(asked, data)
+    _report(zoo, asked.files, _as_options("data", asked.data), regression=getattr(data, "regression", False))
+
+
+def make_data(node: Any) -> Any:
+    """Build a datamodule as ``fit`` does.
+
+    Args:
+        node: Its class and arguments, by :func:`lightning_sym.cli.given.merge`.
+    """
+    from pytorch_lightning import LightningDataModule
+
+    from lightning_sym.cli.lightning import RecipeParser
+
+    parser = RecipeParser()
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
+    RecipeParser.given = {"data": node}
+    return parser.instantiate_classes(parser.parse_object({"data": _nested(node)})).data
+
+
+def _nested(node: Any) -> Any:
+    """Return classes with their arguments below ``init_args``, as a parser takes them."""
+    if isinstance(node, list):
+        return [_nested(entry) for entry in node]
+    if not isinstance(node, Mapping):
+        return node
+    arguments = {name: _nested(value) for name, value in arguments_of(node).items()}
+    return {"class_path": class_of(node), "init_args": arguments} if class_of(node) else arguments
+
+
+def make_zoo(asked: Asked, data: Any) -> Any:
+    """Add checkpoints to a zoo, with their losses and accuracies on the data.
+
+    Args:
+        asked: Files, network and folder.
+        data: The datamodule; None for none.
+
+    Returns:
+        The :class:`~lightning_sym.zoo.ModelZoo`.
+    """
+    from lightning_sym.weights import as_network, fit_weights, read_weights
+    from lightning_sym.zoo import ModelZoo
+
+    network = as_network(_builder(class_of(asked.network), arguments_of(asked.network), data))
+    identity, metrics = None, None
+    if data is not None:
         identity = data.identity()
-        metrics = [
-            _metrics(network, fit_weights(read_weights(file), network, prefix=prefix, source=file), data)
-            for file in files
-        ]
-    zoo = ModelZoo.add(given["out"], files, network=network, prefix=prefix, data=identity, metrics=metrics)
-    known = _as_options("data", given.get("data"))
-    _report(zoo, files, known, regression=getattr(data, "regression", False))
+        states = (fit_weights(read_weights(file), network, prefix=asked.prefix, source=file) for file in asked.files)
+        metrics = [_metrics(network, state, data) for state in states]
+    return ModelZoo.add(asked.out, asked.files, network=network, prefix=asked.prefix, data=identity, metrics=metrics)
+
+
+def _builder(name: str, arguments: dict[str, Any], data: Any) -> Any:
+    """Return a network, or a function that builds it, which files of a zoo can name.
+
+    Args:
+        name: As for ``--network``.
+        arguments: Its arguments; those that are sizes of the data may be left out.
+        data: The datamodule; None for none.
+
+    Raises:
+        ValueError: If there is no such network, or it does not take the arguments.
+    """
+    from jsonargparse._parameter_resolvers import get_signature_parameters
+
+    import lightning_sym.networks
+    from lightning_sym.cli.annotations import fitting_size
+    from lightning_sym.cli.messages import object_at
+    from lightning_sym.models import build_model, construct, model_in, named_in
+
+    if is_zoo(name):
+        return model_in(name, arguments).network
+    if Path(name).is_dir():
+        name, arguments = named_in(name, arguments)
+    library, colon, rest = name.partition(":")
+    if library == "transformers":
+        raise ValueError(
+            f"{name}: networks of a zoo take one tensor and return one; for models of transformers there are merge, "
+            "reparametrize and symmetry."
+        )
+    classes = getattr(data, "num_classes", None)
+    if library in ("torchvision", "timm") and colon:
+        arguments = ({} if classes is None else {"num_classes": classes}) | arguments
+        build_model(name, arguments, meta=True)  # tells what is wrong with the name
+        own = {"name": rest, "weights": None} if library == "torchvision" else {"model_name": rest, "pretrained": False}
+        path = "torchvision.models.get_model" if library == "torchvision" else "timm.create_model"
+        return construct(path, {**own, **arguments}, None, "network")
+    path = f"{library}.{rest}" if colon else name
+    found = object_at(path) if "." in path else getattr(lightning_sym.networks, path, None)
+    takes = {one.name for one in get_signature_parameters(found)} if callable(found) else set()
+    sizes = {size: getattr(data, size, None) for size in LINKED if size in takes}
+    fitting = {size: fitting_size(found, size, value) for size, value in sizes.items() if value is not None}
+    return construct(path, {**fitting, **arguments}, lightning_sym.networks, "network")
 
 
 def _as_options(name: str, node: Any) -> str:
     """Return the options that name a class with its arguments, as a shell takes them; without a class nothing."""
     if not class_of(node):
         return ""
-    arguments = arguments_of(node)
-    written = {f"--{name}": class_of(node)}
-    written |= {f"--{name}.{key}": arg if isinstance(arg, str) else json.dumps(arg) for key, arg in arguments.items()}
-    return "".join(f" {option} {shlex.quote(value)}" for option, value in written.items())
+    written = f" --{name} {shlex.quote(class_of(node))}"
+    for key, value in arguments_of(node).items():
+        option = f"{name}.{key}"
+        text = value if isinstance(value, str) else json.dumps(value)
+        nested = class_of(value) if isinstance(value, Mapping) else ""
+        written += _as_options(option, value) if nested else f" --{option} {shlex.quote(text)}"
+    return written
 
 
-def _metrics(network: Network, state: Mapping[str, torch.Tensor], data: Any) -> dict[str, dict[str, float]]:
+def _metrics(network: Any, state: Mapping[str, Any], data: Any) -> dict[str, dict[str, float]]:
     """Return loss and accuracy, or for a regression the mean squared distance, on validation and test data."""
+    from lightning_sym.connectivity import curve_losses
+    from lightning_sym.networks import architecture_name
+    from lightning_sym.tasks import SquaredDistance
+
     member = network.fresh(0)
     member.load_state_dict(state)
     loss = SquaredDistance() if getattr(data, "regression", False) else None
@@ -109,7 +225,27 @@ def _metrics(network: Network, state: Mapping[str, torch.Tensor], data: Any) -> 
     return results
 
 
-def _report(zoo: ModelZoo, files: Sequence[str], data: str, *, regression: bool) -> None:
+def print_members(zoo: Any, files: Sequence[str]) -> None:
+    """Print the last members of a zoo.
+
+    Args:
+        zoo: The zoo.
+        files: Checkpoints of its last members.
+    """
+    for number, file in zip(zoo.numbers[-len(files) :], files, strict=True):
+        metrics = zoo.member(number).metrics.get("test", {})
+        said = [f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []
+        said += [f"loss {metrics['loss']:.3f}"] if metrics else []
+        print(f"  member {number}: {Path(file).name}{', test ' if said else ''}{', '.join(said)}", flush=True)
+
+
+def own_package(zoo: Any) -> str:
+    """Return the package of a zoo's network, if it has to be trusted by name; else nothing."""
+    package = str(zoo.architecture["class_path"]).split(".")[0]
+    return "" if package in ("lightning_sym", "torchvision") else package
+
+
+def _report(zoo: Any, files: Sequence[str], data: str, *, regression: bool) -> None:
     """Print the members, and commands that use them.
 
     Args:
@@ -118,22 +254,17 @@ def _report(zoo: ModelZoo, files: Sequence[str], data: str, *, regression: bool)
         data: The options that name the data; empty if they are not known.
         regression: Whether the targets are values, not classes.
     """
-    new = zoo.numbers[-len(files) :]
-    for number, file in zip(new, files, strict=True):
-        metrics = zoo.member(number).metrics.get("test", {})
-        said = [f"accuracy {metrics['accuracy']:.1%}"] if "accuracy" in metrics else []
-        said += [f"loss {metrics['loss']:.3f}"] if metrics else []
-        print(f"  member {number}: {Path(file).name}{', test ' if said else ''}{', '.join(said)}")
-    package = zoo.architecture["class_path"].split(".")[0]
-    own = package not in ("lightning_sym", "torchvision")
-    allow = f" --model.allow '[{package}]'" if own else ""
-    path = f"PYTHONPATH={shlex.quote(os.environ['PYTHONPATH'])} " if own and os.environ.get("PYTHONPATH") else ""
+    from lightning_sym.reports.cells import counted
+
+    print_members(zoo, files)
+    package = own_package(zoo)
+    allow = f" --model.allow '[{package}]'" if package else ""
     print(f"  zoo     {zoo.path}, {counted(len(zoo), 'member')} of {zoo.architecture['class_path']}")
     tasks = {"matching": "matching/mnist5k_mlp", "stitching": "stitching/mnist5k"}
     if regression:
         tasks = {"matching": f"{tasks['matching']} --model.loss lightning_sym.tasks.SquaredDistance"}
     for task, recipe in tasks.items() if len(zoo) > 1 else ():
         print(
-            f"  use it  {path}lightning-sym fit --config {recipe} --model.zoo {zoo.path} --model.pairs all{allow}"
+            f"  use it  lightning-sym fit --config {recipe} --model.zoo {zoo.path} --model.pairs all{allow}"
             f"{data or ' --data DATAMODULE'} --run_dir {zoo.path.parent / task}"
         )

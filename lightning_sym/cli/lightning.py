@@ -41,6 +41,7 @@ from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym.cli.given import LINKED, classes, full_path, merge, read_given
 from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
 from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.places import check_checkpoint, check_run_folder, named_modules
 from lightning_sym.cli.processes import watch_over
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 from lightning_sym.cli.tensorboard import RunTensorBoard
@@ -218,6 +219,13 @@ class RecipeCLI(LightningCLI):
         self.config = parser.parse_args(options)
         if missing := first_missing(RecipeParser.given):
             parser.error(missing)
+        self._allow(named_modules(list(args)[1:]))
+
+    def _allow(self, modules: Sequence[str]) -> None:
+        """Trust the modules of classes that the command line names, as if they were in ``allow``."""
+        settings = self.config[self._command].get("model", {}).get("init_args")
+        if modules and settings is not None and "allow" in settings:
+            settings["allow"] = list(dict.fromkeys([*(settings["allow"] or ()), *modules]))
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the run folder and the checkpoint, and link the data's sizes into the network."""
@@ -334,24 +342,8 @@ class RecipeCLI(LightningCLI):
         """Prepare the run folder and find the checkpoint, before anything is built."""
         config = self.config[self.subcommand]
         torch.backends.cudnn.deterministic = True  # gradients of convolutions differ from run to run otherwise
-        last = self._run_dir / "checkpoints" / "last.ckpt"
-        if self.subcommand != "fit" and config.get("ckpt_path") is None:
-            if not last.is_file():
-                raise FileNotFoundError(
-                    f"Nothing to {self.subcommand}: {last.absolute()} does not exist; run lightning-sym fit with these "
-                    "options first, or give another --run_dir or a file as --ckpt_path."
-                )
-            config.ckpt_path = "last"  # untrained weights are never meant
-        if config.get("ckpt_path") == "last":
-            if not last.is_file():
-                raise FileNotFoundError(
-                    f"Nothing to resume: {last.absolute()} does not exist (the first checkpoint is written after "
-                    "the first epoch); start with lightning-sym fit without --ckpt_path, or give another --run_dir or "
-                    "a file as --ckpt_path."
-                )
-            config.ckpt_path = str(last)
-        elif config.get("ckpt_path") and not Path(config.ckpt_path).is_file():
-            raise FileNotFoundError(f"No checkpoint at {Path(config.ckpt_path).absolute()}; give a file, or last.")
+        if self.subcommand != "fit" or config.get("ckpt_path") is not None:  # untrained weights are never meant
+            config.ckpt_path = str(check_checkpoint(self.subcommand, self._run_dir, config.get("ckpt_path")))
         self._required: list[Requirement] = []
         self._trial: Path | None = None
         if self.subcommand == "fit":
@@ -371,18 +363,6 @@ class RecipeCLI(LightningCLI):
             self._required[number] = replace(requirement, folder=folder)
             redirect(config, requirement.option, self._required[number].folder)
 
-    def _earlier_run(self) -> list[Path]:
-        """Return the files of earlier commands in the run folder, without the zoo.
-
-        Event files alone are none.
-        """
-        commands = ("", "_validate", "_test", "_predict")
-        names = [f"config{command}.yaml" for command in commands]
-        names += [*(f"metrics{command}.csv" for command in commands), "checkpoints", "results"]
-        paths = [path for path in (self._run_dir / name for name in names) if path.exists()]
-        logs = [self._run_dir / "hparams.yaml", *self._run_dir.glob("events.out.tfevents.*")]
-        return [*paths, *logs] if paths else []
-
     def _prepare_run_dir(self, config: Any) -> None:
         if not self._first_rank or config.trainer.get("fast_dev_run"):
             return
@@ -401,26 +381,13 @@ class RecipeCLI(LightningCLI):
         self._claim = Claim(
             run_dir, "run", None, f"The run folder {run_dir}", "wait for it, or choose another one with --run_dir"
         )
-        self._check_earlier_run(config)
+        if not config.get("ckpt_path"):
+            replaced = check_run_folder(run_dir, overwrite=config.overwrite)
+            self.save_config_kwargs["replaced"] = replaced
+            if replaced and not config.overwrite:
+                print(f"{run_dir} holds a run without a finished epoch, which is replaced", file=sys.stderr)
         for folder in (run_dir, run_dir / "checkpoints", run_dir / "results"):
             remove_abandoned(folder)
-
-    def _check_earlier_run(self, config: Any) -> None:
-        run_dir = self._run_dir
-        earlier = [] if config.get("ckpt_path") else self._earlier_run()
-        if earlier and not config.overwrite:
-            last = (run_dir / "checkpoints" / "last.ckpt").is_file()
-            state, todo = ("", "resume it (--ckpt_path last), ") if last else (" without a checkpoint", "")
-            raise ValueError(
-                f"{run_dir} already holds a run{state}; {todo}put this one elsewhere (--run_dir FOLDER), or replace it "
-                "(--overwrite true)."
-            )
-        if earlier and not earlier[0].name.startswith("config"):
-            # Without the file that every run has, a folder called results may be anything.
-            raise ValueError(
-                f"{run_dir} holds {earlier[0].name}, but no config.yaml as a run does, and is not replaced; choose "
-                "another folder (--run_dir FOLDER), or delete its contents."
-            )
 
     def after_instantiate_classes(self) -> None:
         """Check sizes that were given, and let members be replaced where the run is."""
@@ -526,8 +493,6 @@ class RecipeCLI(LightningCLI):
             self._parser(self.subcommand).callback_keys.remove("checkpoint")
         if self.subcommand != "fit":
             self.save_config_kwargs["config_filename"] = f"config_{self.subcommand}.yaml"
-        elif self._first_rank and self._get(self.config, "overwrite") and not self._get(self.config, "ckpt_path"):
-            self.save_config_kwargs["replaced"] = self._earlier_run()
         trainer = super().instantiate_trainer(**kwargs)
         watch_over(trainer, self._command, self.config[self.subcommand], self.datamodule)
         if Watch.current is not None and self.subcommand == "fit" and not config.get("fast_dev_run"):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from lightning_sym import __version__
@@ -22,7 +23,12 @@ _COMMANDS = {
     "validate": "evaluate on the validation split",
     "test": "evaluate the run that a recipe made on the test split: lightning-sym test --config zoo/mnist5k",
     "predict": "predict the test split",
-    "import": "make a zoo of your checkpoints: lightning-sym import --network my.Net --out runs/mine/zoo a.pt b.pt",
+    "import": "make a zoo of your checkpoints: lightning-sym import a.pt b.pt --network my.Net --out runs/mine/zoo",
+    "spectrum": "sharpness of checkpoints: lightning-sym spectrum a.pt --network my.Net --data MNIST5kDataModule",
+    "learning-coefficient": "estimate local learning coefficients of checkpoints, by SGLD chains",
+    "evidence": "marginal likelihood (Laplace) and effective parameters of checkpoints",
+    "similarity": "compare the layers of checkpoints: lightning-sym similarity a.pt b.pt --network my.Net --data ...",
+    "curve": "train low-loss curves between checkpoints: lightning-sym curve a.pt b.pt --network my.Net --data ...",
     "merge": "align and average checkpoints: lightning-sym merge a.pt b.pt --network my.Net --out m.safetensors",
     "reparametrize": "minimise an objective of weights; the function stays: lightning-sym reparametrize --help",
     "symmetry": "derive the symmetry group of a network: lightning-sym symmetry torchvision:resnet50",
@@ -35,7 +41,8 @@ _COMMANDS = {
 # Commands that Lightning does not have, and the modules that read their options without PyTorch.
 _MODULES = {
     **{"merge": "merging", "reparametrize": "reparametrize", "symmetry": "symmetry", "compare": "compare"},
-    "estimate": "estimate",
+    **{"estimate": "estimate", "import": "importing"},
+    **dict.fromkeys(("spectrum", "learning-coefficient", "evidence", "similarity", "curve"), "from_files"),
 }
 
 
@@ -70,17 +77,37 @@ def _command(args: list[str]) -> int:
         return _misunderstood(unknown("command", command, _COMMANDS))
     if command == "recipes":
         return _recipes(rest)
+    from lightning_sym.cli.places import check_places, find_own_modules
+
+    find_own_modules(rest)
     if command in _MODULES:
-        return _own_command(importlib.import_module(f"lightning_sym.cli.{_MODULES[command]}"), rest)
-    if command == "import":
-        return _guarded(lambda: _load("lightning_sym.cli.importing").import_members(rest))
+        module = importlib.import_module(f"lightning_sym.cli.{_MODULES[command]}")
+        return _own_command(command, getattr(module, "COMMANDS", {command: module})[command], rest)
+    if {"-h", "--help"} & set(rest):
+        return _shown(command, rest)
     from lightning_sym.cli.checking import checked_options
 
     try:
         rest = checked_options(rest)  # before the imports, which take seconds
     except ValueError as error:
         return _misunderstood(str(error))
+    try:
+        check_places(command, rest)
+    except (OSError, ValueError) as error:
+        return _failed(str(error))
     return _run([command, *rest])
+
+
+def _shown(command: str, args: list[str]) -> int:
+    """Show the overview of the options of ``fit`` and similar commands, or the part that stands after ``--help``."""
+    from lightning_sym.cli.overview import overview
+
+    place = next(place for place, arg in enumerate(args) if arg in ("-h", "--help"))
+    try:
+        print(overview(command, next(iter(args[place + 1 :]), "")))
+    except ValueError as error:
+        return _misunderstood(str(error))
+    return 0
 
 
 def _with_negative_numbers(args: list[str]) -> list[str]:
@@ -101,9 +128,8 @@ def _help() -> str:
         f"lightning-sym {__version__}: experiments on the symmetries of neural networks\n\n"
         f"{USAGE}\n\n"
         f"{commands}\n\n"
-        "Options after --config win over it. All of them: lightning-sym fit --help; of one class:\n"
-        "lightning-sym fit --model.help lightning_sym.tasks.ZooTask. To print all settings of a run:\n"
-        "lightning-sym fit --config zoo/mnist5k --print_config=skip_default."
+        "lightning-sym COMMAND --help shows the options of a command, lightning-sym fit --help ZooTask those of a\n"
+        "class. To print the settings of a run: lightning-sym fit --config zoo/mnist5k --print_config=skip_default."
     )
 
 
@@ -131,7 +157,7 @@ def _misunderstood(message: str, usage: str = USAGE) -> int:
     return 2
 
 
-def _own_command(module: Any, args: list[str]) -> int:
+def _own_command(command: str, module: Any, args: list[str]) -> int:
     """Run a command that reads its own options: the module has HELP, USAGE, NEEDS, ``read_options`` and ``run``."""
     if not args or args[0] in ("-h", "--help"):
         print(module.HELP)
@@ -139,10 +165,10 @@ def _own_command(module: Any, args: list[str]) -> int:
     try:
         asked = module.read_options(args)
     except ValueError as error:
-        return _misunderstood(str(error), module.USAGE)
+        return _misunderstood(str(error), f"usage: lightning-sym {command} --help shows the options")
     try:
         found = module.look(asked) if hasattr(module, "look") else asked
-    except ValueError as error:  # of folders and files, also before the imports
+    except (OSError, ValueError) as error:  # of folders and files, also before the imports
         return _failed(str(error))
 
     def start() -> None:
@@ -229,12 +255,15 @@ def _sentence(error: BaseException) -> str:
 
 
 def _interrupted(resumes: bool) -> int:
+    from lightning_sym.cli.places import has_epoch
+
     todo = ""
     if resumes and (module := sys.modules.get("lightning_sym.cli.lightning")):
         run_dir = module.RecipeParser.given.get("run_dir", "runs/default")
         if os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
             todo = "; resume with --ckpt_path last"
         elif os.path.isfile(os.path.join(run_dir, "config.yaml")):
-            todo = " before its first checkpoint; restart with --overwrite true"
+            again = "restart with --overwrite true" if has_epoch(Path(run_dir)) else "the same command starts it again"
+            todo = f" before its first checkpoint; {again}"
     print(f"lightning-sym: interrupted{todo}", file=sys.stderr)
     return 130

@@ -190,7 +190,7 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
             return (
                 f"{path}: There is no module {missing!r}."
                 f"{nearest(missing, ('lightning_sym', 'pytorch_lightning', 'torch'))} "
-                "If it is yours, put its folder on PYTHONPATH."
+                "If it is yours, run this in its folder, or put that on PYTHONPATH."
             )
         try:
             importlib.import_module(module or "lightning_sym")

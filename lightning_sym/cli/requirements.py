@@ -72,26 +72,37 @@ def find_requirements(
         if not isinstance(folder, str | os.PathLike):
             raise ValueError(f"requires names the option {option}, which must be a folder, and is {folder!r}.")
         found.append(Requirement(option, recipe, Path(folder)))
-        if found[-1].met:
-            continue
-        owner = recipe_of(found[-1].folder)
-        own = _own_folder(option, given)
-        if own is not None and Path(own) != Path(folder):
-            first = f"run lightning-sym fit --config {owner} first, or " if owner else ""
-            wrong = (
-                "empty; {}give a folder that is not" if Path(folder).is_dir() else "not there; {}give a folder that is"
-            )
-            raise ValueError(
-                f"{folder}, which --{option} names, is {wrong.format(first)}, or leave the option out: {own} is then "
-                f"made, by {recipe}."
-            )
-        if owner not in (None, recipe):
-            raise ValueError(
-                f"{folder}, which {option} names, is not there, and this run would make it by {recipe}, though it is "
-                f"the folder of {owner}; run lightning-sym fit --config {owner} first, or give another folder as "
-                f"--{option}."
-            )
+        check_requirement(found[-1], given)
     return found
+
+
+def check_requirement(requirement: Requirement, given: Sequence[Tree]) -> None:
+    """Check that the folder of a requirement is there, or is the one to be made.
+
+    Args:
+        requirement: The requirement.
+        given: Options of each file and of the command line.
+
+    Raises:
+        ValueError: As :func:`find_requirements` does.
+    """
+    if requirement.met:
+        return
+    option, recipe, folder = requirement.option, requirement.recipe, requirement.folder
+    owner = recipe_of(folder)
+    own = _own_folder(option, given)
+    if own is not None and Path(own) != folder:
+        first = f"run lightning-sym fit --config {owner} first, or " if owner else ""
+        wrong = "empty; {}give a folder that is not" if folder.is_dir() else "not there; {}give a folder that is"
+        raise ValueError(
+            f"{folder}, which --{option} names, is {wrong.format(first)}, or leave the option out: {own} is then made, "
+            f"by {recipe}."
+        )
+    if owner not in (None, recipe):
+        raise ValueError(
+            f"{folder}, which {option} names, is not there, and this run would make it by {recipe}, though it is the "
+            f"folder of {owner}; run lightning-sym fit --config {owner} first, or give another folder as --{option}."
+        )
 
 
 def _own_folder(option: str, given: Sequence[Tree]) -> str | None:
@@ -205,8 +216,8 @@ def _run_dir(requirement: Requirement) -> Path:
 
 
 def _run(requirement: Requirement, options: Sequence[str]) -> None:
-    # Without the current folder on the module path, unless this process has it.
-    safe = [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+    # Without the current folder at the front of the module path, unless this process has it there.
+    safe = [] if {"", os.getcwd()} & set(sys.path[:1]) else ["-P"]
     args = ["fit", "--config", *shlex.split(requirement.recipe), *options]
     sys.stdout.flush()
     with subprocess.Popen([sys.executable, *safe, "-m", "lightning_sym.cli", *args]) as process:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_sym import _measures
 from lightning_sym._checks import check_different, check_known
 from lightning_sym.similarity.cka import CKA
 from lightning_sym.similarity.features import Features, repeats
@@ -18,12 +19,7 @@ from lightning_sym.symmetry import ChannelGroup
 Setting: TypeAlias = bool | float | str | None
 
 _KERNELS: dict[str, Kernel] = {"cka_linear": "linear", "cka_max": "max", "cka_laplace": "laplace"}
-_SETTINGS = {
-    "group": ("group", "live", "center"),
-    "orthogonal": ("center",),
-    **dict.fromkeys(_KERNELS, ("estimator", "normalize", "bandwidth")),
-}
-MEASURES = tuple(_SETTINGS)
+MEASURES = tuple(_measures.MEASURES)
 DEFAULT_MEASURES = ("group", "orthogonal", "cka_linear", "cka_max")
 
 
@@ -67,7 +63,7 @@ class Measure:
         self.title, self.kind = title, str(given.pop("measure", title))
         check_known("measure", self.kind, MEASURES)
         for name in given:
-            check_known(f"setting of {self.kind}", name, _SETTINGS[self.kind])
+            check_known(f"setting of {self.kind}", name, _measures.MEASURES[self.kind])
         self.description: dict[str, Setting] = {"measure": self.kind, **given}
         self._group = given.pop("group", None)
         self._settings = given

@@ -19,7 +19,7 @@ from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
 from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
-from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import Pair, check_data, check_pairs, example_input, require_members, require_two
 from lightning_sym.tasks._population_checkpoint import require_same
 from lightning_sym.zoo import ModelZoo
@@ -64,7 +64,8 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         other_zoo: Folder of the zoo that second members come from, of any architecture; default the same zoo.
         pairs: Numbers of the members of each pair. ``"all"``: every two members once, or with another zoo each of one
             with each of the other. A number: so many of these, drawn.
-        sites: Names of the layers to be compared, or ``"all"``: the networks' sites.
+        sites: Names of the layers to be compared, or ``"all"``: the networks' sites; of a network with functions as
+            activations, such as ``F.relu``, the outputs of its layers with weights.
         measures: Names of measures, or settings by name; a measure under another name sets ``measure`` to its
             kind. Default group, orthogonal, cka_linear, cka_max.
         split: The images: ``"train"``, ``"val"`` or ``"test"``.
@@ -218,12 +219,13 @@ class SimilarityTask(LoadsTrusted, LightningModule):
                     networks[self._name(side, number, "untrained")] = fresh.to(next(network.parameters()).dtype)
             number = self._numbers(side)[0]
             network = networks[self._name(side, number)]
-            sites, wanted = network.sites(), self._sites[side]
+            example = example_input(zoo, number, network, data)
+            symmetry = trace_symmetry(network, example)
+            sites, wanted = _layers(network, symmetry), self._sites[side]
             names = sites if wanted == "all" else list(wanted)
             if unknown_names := [name for name in names if name not in sites]:
                 raise ValueError(unknown("site", unknown_names[0], sites))
-            example = example_input(zoo, number, network, data)
-            symmetry, features = trace_symmetry(network, example), features_of(network, names, example)
+            features = features_of(network, names, example)
             groups = [symmetry.channels(name) for name in names]
             known.append(
                 [Layer(one, Features(features[name], one.axes)) for name, one in zip(names, groups, strict=True)]
@@ -412,3 +414,12 @@ def _another_order(count: int, source: torch.Generator) -> Tensor:
     order = torch.empty_like(cycle)
     order[cycle] = cycle.roll(1)
     return order
+
+
+def _layers(network: Network, symmetry: Symmetry) -> list[str]:
+    """Return the sites of a network; if some are functions, which no tap observes, its layers with weights."""
+    sites = network.sites()
+    if all(site in symmetry.taps for site in sites):
+        return sites
+    weights = ((name, getattr(module, "weight", None)) for name, module in network.named_modules())
+    return [name for name, weight in weights if name in symmetry.taps and weight is not None and weight.ndim > 1]

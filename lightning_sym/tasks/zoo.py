@@ -46,7 +46,8 @@ class ZooTask(PopulationTask):
 
     Args:
         network: The architecture; its own weights are not used. On the command line any module's class may be named,
-            which is wrapped: of packages other than this one and torchvision those in ``allow``.
+            which is wrapped: of packages other than this one and torchvision those in ``allow``. Default: that of the
+            zoo ``initial``.
         members: Number of members, ``M``. >= 1.
         seed: The first member's number; the members are ``seed, ..., seed + members - 1``. >= 0.
         execution: ``"loop"`` runs one member after another (the faster one for convolutions on a CPU),
@@ -93,7 +94,7 @@ class ZooTask(PopulationTask):
 
     def __init__(
         self,
-        network: NetworkOrModule,
+        network: NetworkOrModule | None = None,
         members: int = 4,
         seed: int = 0,
         execution: Literal["loop", "vmap"] = "loop",
@@ -126,7 +127,13 @@ class ZooTask(PopulationTask):
             weight_decay_on=weight_decay_on,
             keep=keep,
         )
-        network = given_network(network, allow)
+        if network is None:
+            if initial is None:
+                raise ValueError("network is missing; give the architecture, or the folder of a zoo as initial.")
+            architecture: object = ModelZoo.open(initial, allow=allow or ()).architecture
+        else:
+            architecture = network
+        network = given_network(architecture, allow)
         self._template = (network,)  # in a tuple: the template's weights are no part of the population
         self.members = members
         self.initial = initial

@@ -112,6 +112,11 @@ class Leave(Callback):
         raise KeyboardInterrupt
 
 
+class LeaveAtOnce(Callback):
+    def on_train_batch_end(self, *_):
+        raise KeyboardInterrupt
+
+
 class Break(Callback):
     def on_train_epoch_end(self, trainer, pl_module):
         raise RuntimeError("broken\non purpose")
@@ -153,6 +158,9 @@ def contents(folder):
 def test_what_needs_no_torch_does_not_load_it():
     commands = ["--help", "", "--version", "recipes", "recipes zoo/mnist5k", "fitt", "fit --config zoo"]
     commands += ["fit --config zoo/mnist5k --model.membrs 3", "fit --config zoo/mnist5k --trainer.max_epoch 3"]
+    commands += ["fit --help", "fit --help trainer", "fit --help ZooTask", "test --run_dir=nowhere"]
+    commands += ["fit --config zoo/digits_mlp --ckpt_path absent.ckpt", "import a.pt --network=my.Net --out=zoo"]
+    commands += ["spectrum --help", "spectrum absent.pt --network=my.Net --data=DigitsDataModule", "curve a.pt"]
     commands += ["symmetry --help", "symmetry Net --inptu=3", "estimate", "compare --help", "compare a b --metric=x"]
     commands += ["compare a b", "compare a --out="]
     code = f"import sys; from lightning_sym.cli import main; [main(c.split()) for c in {commands}]"
@@ -208,6 +216,12 @@ def test_errors_and_interrupts_while_training():
     assert result.status == 130
     assert result.err == "lightning-sym: interrupted before its first checkpoint; restart with --overwrite true\n"
     assert "b already holds a run without a checkpoint; put this one elsewhere" in call(*args, "--run_dir=b").error
+    result = call(*args, "--run_dir=d", "--trainer.callbacks+=test_cli.LeaveAtOnce")
+    assert result.err == "lightning-sym: interrupted before its first checkpoint; the same command starts it again\n"
+    again = succeed(*args, "--run_dir=d")  # nothing that cost an epoch is in the way
+    assert again.err == "d holds a run without a finished epoch, which is replaced\n"
+    assert len(list(Path("d").glob("events.*"))) == 1
+    assert "d already holds a run; resume it" in call(*args, "--run_dir=d").error
     succeed(*args, "--run_dir=c")
     result = call(
         *args, "--run_dir=c", "--ckpt_path=last", "--trainer.max_epochs=2", "--trainer.callbacks+=test_cli.Leave"
@@ -357,13 +371,16 @@ def test_a_plain_module_is_wrapped_and_keeps_its_own_defaults():
     """The recipe's widths are those of its own class, and do not become an argument of another one."""
     args = ["fit", "--config=zoo/digits_mlp", "--model.network=test_cli.Plain", "--run_dir=run", *QUIET]
     args += ["--model.members=2", "--trainer.max_epochs=1", "--data.max_samples=64"]
-    assert "test_cli.Plain, which is not in the allow-list" in call(*args).error
-    assert not list(Path().iterdir())
-    succeed(*args, "--model.allow=[test_cli]")
+    Path("mine.yaml").write_text("model: {init_args: {network: {class_path: test_cli.Plain}}}")
+    in_a_file = ["--config=mine.yaml" if "network" in arg else arg for arg in args]
+    assert "test_cli.Plain, which is not in the allow-list" in call(*in_a_file).error
+    assert {path.name for path in Path().iterdir()} == {"mine.yaml"}
+    succeed(*args)  # whoever names a class on the command line trusts it
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["model"]["init_args"]["allow"] == ["test_cli"]
     zoo = ModelZoo.open("run/zoo", allow=["test_cli"])
     assert zoo.architecture == {"class_path": "test_cli.Plain", "init_args": {"num_classes": 10, "widths": [4]}}
     assert type(zoo.load(0).module) is Plain
-    succeed(*args, "--model.allow=[test_cli]", "--ckpt_path=last", "--trainer.max_epochs=2")
+    succeed(*in_a_file, "--model.allow=[test_cli]", "--ckpt_path=last", "--trainer.max_epochs=2")
     model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", weights_only=True, allow=["test_cli"])
     assert model.network.architecture == zoo.architecture
 

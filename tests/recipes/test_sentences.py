@@ -29,8 +29,8 @@ from lightning_sym import (
 
 NOT_UNDERSTOOD = """
 $ fitt
-Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, merge,
-reparametrize, symmetry, compare, estimate, recipes.
+Unknown command 'fitt'; expected one of: fit, validate, test, predict, import, spectrum, learning-coefficient, evidence,
+similarity, curve, merge, reparametrize, symmetry, compare, estimate, recipes.
 Did you mean 'fit'?
 $ recipes zoo/mnist6k
 Unknown recipe 'zoo/mnist6k'. Did you mean 'zoo/mnist5k'?
@@ -129,10 +129,11 @@ model: Unknown class 'ZooTsk'; give its full path, or the name of a shipped clas
 $ fit SMALL --model=lightning_sym.tasks.ZooTsk
 model: There is no class lightning_sym.tasks.ZooTsk. Did you mean 'ZooTask'?
 $ fit SMALL --model=lightning_sim.ZooTask
-model: There is no module 'lightning_sim'. Did you mean 'lightning_sym'? If it is yours, put its folder on
-PYTHONPATH.
+model: There is no module 'lightning_sim'. Did you mean 'lightning_sym'? If it is yours, run this in its folder, or
+put that on PYTHONPATH.
 $ fit SMALL --trainer.callbacks+=nowhere.Callback
-trainer.callbacks: There is no module 'nowhere'. If it is yours, put its folder on PYTHONPATH.
+trainer.callbacks: There is no module 'nowhere'. If it is yours, run this in its folder, or put that on
+PYTHONPATH.
 $ fit SMALL --model.network=torch.optim.SGD
 ...network: torch.optim.SGD is not a subclass of torch.nn.Module.
 $ fit SMALL --model.optimizer=torch.optim.Adm

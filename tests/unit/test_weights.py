@@ -260,7 +260,7 @@ def test_the_command_line_imports_and_says_how_good_the_members_are():
         succeed(*hint, *QUIET, "--trainer.fast_dev_run=true", "--data.batch_size=20")
     shown = call("import", "--help").out
     assert all(
-        f"--{option} " in shown for option in ("network CLASS", "out FOLDER", "prefix PREFIX", "data DATAMODULE")
+        f"--{option} " in shown for option in ("network NETWORK", "out FOLDER", "prefix PREFIX", "data DATAMODULE")
     )
 
 
@@ -284,7 +284,7 @@ def test_regressors_are_imported_with_their_squared_distance():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("a.pt", "Missing: --network, --out. usage: lightning-sym import"),
+        ("a.pt", "Missing: --network, --out."),
         ("--network=my_networks.Plain --out=zoo", "Missing: a file."),
         ("--network=my_networks.Plin --out=zoo a.pt", "There is no class 'my_networks.Plin'. Did you mean 'Plain'?"),
         ("--network=nowhere.Plain --out=zoo a.pt", "There is no module 'nowhere', which nowhere.Plain needs;"),
@@ -292,17 +292,17 @@ def test_regressors_are_imported_with_their_squared_distance():
         ("--network=my_networks.Plain --outt=zoo a.pt", "import has no option 'outt'. Did you mean 'out'?"),
         ("--network=Plain --out=zoo a.pt", "There is no class 'Plain'."),
         ("--network=my_networks.Plain.Inner --out=zoo a.pt", "Plain.Inner is not at the top level of a module"),
-        ("--network=my_networks.Plain --out=zoo a.pt a.pt", "a.pt holds the same weights as a.pt"),
+        ("--network=my_networks.Plain --out=zoo a.pt a.pt", "a.pt is there twice; leave one of them out."),
         ("--network=my_networks.Needy --out=zoo a.pt", "Needy needs the argument 'width'; give --network.width."),
         ("--network=my_networks.Placed --out=zoo a.pt", "Placed takes width by its position only, and options have"),
         ("--network=my_networks.Placed --network.width=4 --out=zoo a.pt", "takes it by name and returns Placed(...)"),
         ("--network=my_networks.Starred --network.widths=[4] --out=zoo a.pt", "Starred takes *widths by its position"),
-        ("--network=my_networks.Plain --out=zoo a.pt --data=Digits", "There is no class 'Digits'. Did you mean"),
+        ("--network=my_networks.Plain --out=zoo a.pt --data=Digits", "data: Unknown class 'Digits'; give its full path, or"),
     ],
 )
 def test_the_command_line_says_what_is_wrong(options, says):
     torch.save(Plain().state_dict(), "a.pt")
     result = call("import", *options.split())
-    assert result.status == 1
+    assert result.status in (1, 2)
     assert says in result.error
     assert not Path("zoo").exists()
