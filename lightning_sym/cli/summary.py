@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.cells import counted
+from lightning_sym.tasks.population_interface import PopulationInterface
 from lightning_sym.zoo import ModelZoo
 
 
@@ -28,19 +29,25 @@ class RunSummary(ModelSummary):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the lines, on rank 0."""
         if trainer.is_global_zero:
-            print(f"  {_trained(pl_module)}\n  {_data(trainer)}; {_device(trainer)}; run folder {self._folder}")
+            print(f"  {trained(pl_module)}\n  {_data(trainer)}; {_device(trainer)}; run folder {self._folder}")
 
 
-def _trained(task: Any) -> str:
+def trained(task: Any) -> str:
     """Return the network, the number of members and of parameters that are trained, and the task."""
     parameters = [one for one in task.parameters() if one.requires_grad and not is_lazy(one)]
     members = len(getattr(task, "numbers", ()))
     here = len(getattr(task, "population", ()))
     parts = [
-        *([counted(members, "member")] if members else []),
+        *([_together(task, members)] if members else []),
         f"{sum(one.numel() for one in parameters):,} trained parameters{' on this process' * (0 < here < members)}",
     ]
     return f"{_network(task)}: {', '.join(parts)} ({type(task).__name__})"
+
+
+def _together(task: Any, members: int) -> str:
+    """Return the number of members; tasks that train other things, such as pairs or maps, name these otherwise."""
+    named = getattr(type(task), "member_title", None) not in (None, PopulationInterface.member_title)
+    return f"{members} trained together" if named else counted(members, "member")
 
 
 def _network(task: Any) -> str:

@@ -9,10 +9,13 @@ import pytest
 from commands import QUIET, SMALL, succeed
 from helpers import read_csv
 from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
+from pytorch_lightning.demos.boring_classes import BoringModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_sym.cli.summary import RunSummary
+from lightning_sym.cli.summary import RunSummary, trained
 from lightning_sym.cli.tensorboard import RunTensorBoard
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.tasks import ZooTask
 
 UNSAID = [option for option in QUIET if "model_summary" not in option]
 
@@ -56,6 +59,17 @@ def test_two_lines_say_what_is_trained_on_what_and_where():
     each = 64 * 8 + 8 + 8 * 10 + 10
     assert first == f"  MultiLayerPerceptron: 2 members, {2 * each:,} trained parameters (ZooTask)"
     assert second == "  DigitsDataModule, 64 for training; cpu; run folder run"
+
+
+def test_only_networks_are_called_members():
+    class Pairs(ZooTask):
+        def member_title(self, number):
+            return f"Pair {number}"
+
+    network = MultiLayerPerceptron(widths=[8], image_size=8)
+    assert trained(ZooTask(network, members=2)) == "MultiLayerPerceptron: 2 members, 0 trained parameters (ZooTask)"
+    assert trained(Pairs(network, members=2)).startswith("MultiLayerPerceptron: 2 trained together, ")
+    assert trained(BoringModel()) == "BoringModel: 66 trained parameters (BoringModel)"
 
 
 @pytest.mark.parametrize(
