@@ -76,7 +76,7 @@ results-page: $(VENV)/.installed
 # Strict: a warning (a dead link, a page missing from the navigation) is an error. Needs no network.
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo "  open    site/index.html, or make docs-serve"
+	@echo "  open    site/index.html; the search works from the disk, too"
 
 docs-serve: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict

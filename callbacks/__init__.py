@@ -16,7 +16,13 @@ from lightning_sym.callbacks.matching_report import MatchingReport
 from lightning_sym.callbacks.merging_report import MergingReport
 from lightning_sym.callbacks.orbit_report import OrbitReport
 from lightning_sym.callbacks.pruning_report import PruningReport
-from lightning_sym.callbacks.publishing import publish_figure, publish_numbers, publish_results, publish_text
+from lightning_sym.callbacks.publishing import (
+    publish_figure,
+    publish_numbers,
+    publish_results,
+    publish_table,
+    publish_text,
+)
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.rotation_report import RotationReport
 from lightning_sym.callbacks.similarity_monitor import SimilarityMonitor
@@ -69,5 +75,6 @@ __all__ = [
     "publish_figure",
     "publish_numbers",
     "publish_results",
+    "publish_table",
     "publish_text",
 ]

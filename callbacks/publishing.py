@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from lightning_sym._files import write_atomically
+from lightning_sym.callbacks._trackers import send_figure, send_files, send_table, send_text
 from lightning_sym.callbacks.figure_files import FigureFiles
 from lightning_sym.figures import cards, write_figure
 from lightning_sym.reports import ResultTable, RunResults
@@ -20,7 +20,7 @@ def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> No
     """Save a figure and send its panels to every logger that takes figures; call it on rank 0.
 
     Args:
-        trainer: Its loggers are used; those without ``add_figure`` are skipped.
+        trainer: Its loggers are used: TensorBoard and W&B for the panels, MLflow for the file.
         figure: The figure, which is consumed, see :func:`lightning_sym.figures.cards`.
         tag: Name in TensorBoard, for example ``figures/ZooReport/confusion``. Several panels are numbered:
             ``figures/StitchingReport/penalties/1``.
@@ -28,28 +28,38 @@ def publish_figure(trainer: Trainer, figure: Figure, tag: str, file: Path) -> No
     """
     chosen = FigureFiles.of(trainer)
     write_figure(figure, file, chosen.form, chosen.size)
+    for logger in trainer.loggers:
+        send_files(logger, tag.rpartition("/")[0], [file])
     for number, card in cards(figure):
-        _send(trainer, "add_figure", f"{tag}/{number}" if number else tag, card)
+        for logger in trainer.loggers:
+            send_figure(logger, f"{tag}/{number}" if number else tag, card, trainer.global_step)
 
 
 def publish_text(trainer: Trainer, text: str, tag: str) -> None:
     """Send text to every logger that takes it, preserving its layout; call it on rank 0.
 
     Args:
-        trainer: Its loggers are used; those without ``add_text`` are skipped.
+        trainer: Its loggers are used: TensorBoard, W&B, MLflow.
         text: One or several lines.
         tag: Name in TensorBoard.
     """
-    # Four spaces mark a Markdown code block, which preserves columns.
-    _send(trainer, "add_text", tag, "\n".join("    " + line for line in text.splitlines()))
-
-
-def _send(trainer: Trainer, method: str, tag: str, what: object) -> None:
     for logger in trainer.loggers:
-        add = getattr(getattr(logger, "experiment", None), method, None)
-        if callable(add):
-            with getattr(logger, "writing", nullcontext)():  # the logger of a run folder names its file
-                add(tag, what, global_step=trainer.global_step)
+        send_text(logger, tag, text, trainer.global_step)
+
+
+def publish_table(trainer: Trainer, table: ResultTable, tag: str, folder: Path) -> None:
+    """Write a table, and send it to every logger that takes tables or files; call it on rank 0.
+
+    Args:
+        trainer: Its loggers are used: W&B, and MLflow for the files.
+        table: The table.
+        tag: Name in W&B, for example ``tables/ZooReport/members``.
+        folder: Folder of the files ``<name>.csv`` and ``<name>.json``.
+    """
+    table.write(folder)
+    for logger in trainer.loggers:
+        send_table(logger, tag, table, trainer.global_step)
+        send_files(logger, tag.rpartition("/")[0], [folder / f"{table.name}{kind}" for kind in (".csv", ".json")])
 
 
 def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str | None = None) -> None:
@@ -64,8 +74,9 @@ def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             metric = {}
-            if headline is not None and hasattr(logger, "headline"):
-                logger.headline = headline  # the logger of a run folder
+            if headline is not None and hasattr(logger, "headline"):  # the logger of a run folder
+                logger.headline = headline
+                logger.numbers |= dict.fromkeys(values)
             elif headline is not None:
                 metric = {"hp_metric": values[headline]}
             logger.log_metrics({**values, **metric}, step=trainer.global_step)
@@ -82,10 +93,11 @@ def publish_results(trainer: Trainer, results: RunResults, folder: Path, tag: st
         trainer: Its loggers are used.
         results: Results of a run.
         folder: Folder of the files.
-        tag: First part of the figures' names in TensorBoard, for example ``figures/ZooReport``.
+        tag: First part of the figures' names in the loggers, for example ``figures/ZooReport``; tables are in
+            ``tables/ZooReport``.
     """
     for table in results.tables:
-        table.write(folder)
+        publish_table(trainer, table, f"tables/{tag.removeprefix('figures/')}/{table.name}", folder)
     if results.numbers:
         _with_earlier(results.ending, folder).write(folder)
     for name, content in results.files.items():

@@ -61,7 +61,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Convert formulas to MathML, and links to files outside ``docs/`` to links to the pages of those files."""
+    """Convert formulas to MathML, the Markdown of details, and links to files outside ``docs/`` to links to pages."""
     here = page.file.src_uri
     shows_file = here.startswith("source/")
     origin = ROOT / here.removeprefix("source/").removesuffix(".md") if shows_file else ROOT / "docs" / here
@@ -80,13 +80,17 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             there = _page_of(path)
         return f"{match[1]}{posixpath.relpath(there, posixpath.dirname(here))}{match[3]}"
 
-    return blocks_to_mathml(_LINK.sub(inside, markdown) if not _is_code(origin) else markdown)
+    if _is_code(origin):
+        return blocks_to_mathml(markdown)
+    # Without the attribute, Markdown between the tags, such as a table, is not converted.
+    return blocks_to_mathml(_LINK.sub(inside, markdown).replace("<details>", '<details markdown="1">'))
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep the dashes of an option with its name in line breaks of code."""
+    """Keep the dashes of an option with its name in line breaks of code and of commands, which wrap."""
     option = r'<span class="nobreak">\g<0></span>'
-    return re.sub(r"<code>[^<]*</code>", lambda code: re.sub(r"--\w", option, code[0]), html)
+    code = r'<code>[^<]*</code>|<div class="language-bash highlight">.*?</div>'
+    return re.sub(code, lambda code: re.sub(r"--\w", option, code[0]), html, flags=re.DOTALL)
 
 
 def _is_code(path: Path) -> bool:

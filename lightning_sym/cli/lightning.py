@@ -23,8 +23,9 @@ import yaml
 from jsonargparse import Namespace, _typehints
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
+from pytorch_lightning.callbacks import ModelSummary, ProgressBar, TQDMProgressBar
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_only
 from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ignore[attr-defined]
 from safetensors.torch import save as save_safetensors
@@ -44,6 +45,7 @@ from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.places import check_checkpoint, check_run_folder, named_modules
 from lightning_sym.cli.processes import watch_over
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
+from lightning_sym.cli.summary import RunSummary
 from lightning_sym.cli.tensorboard import RunTensorBoard
 from lightning_sym.cli.watch import Watch
 from lightning_sym.networks import Network, build
@@ -459,17 +461,10 @@ class RecipeCLI(LightningCLI):
         print(f"  predictions, shape {list(predictions.shape)}: {file}")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the trainer with the run folder's loggers and checkpoints; a logger set by the user stays."""
+        """Make the trainer with the run folder's loggers and checkpoints, and with the user's own."""
         config = self._get(self.config_init, "trainer")
         run_dir = self._run_dir
-        if config.get("logger") in (None, True):
-            shown = self._get(self.config, "log_details")
-            kwargs["logger"] = [
-                # validate would add a point at step 0 to the curves of the fit.
-                *([RunTensorBoard(run_dir, details=shown)] if self.subcommand != "validate" else []),
-                # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
-                MetricsCSV(run_dir, "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"),
-            ]
+        kwargs["logger"] = self._loggers(config.get("logger"), config.get("max_epochs"))
         if config.get("accelerator") == "auto" and torch.backends.mps.is_available():
             kwargs["accelerator"] = "cpu"  # Apple's GPU has no float64, and metrics need it
         if config.get("default_root_dir") is None:
@@ -485,7 +480,10 @@ class RecipeCLI(LightningCLI):
         if wanted is None and not sys.stdout.isatty() and not bars:
             kwargs["enable_progress_bar"] = False  # it would be kilobytes in a file or a pipe
         elif wanted is not False and not bars:
-            kwargs["callbacks"] = [*callbacks, TQDMProgressBar()]  # one line, also in a narrow terminal
+            callbacks = [*callbacks, TQDMProgressBar()]  # one line, also in a narrow terminal
+        if config.get("enable_model_summary") is None and not any(isinstance(one, ModelSummary) for one in callbacks):
+            callbacks = [*callbacks, RunSummary(run_dir)]
+        kwargs["callbacks"] = callbacks
         checkpoint = self._get(self.config_init, "checkpoint")
         if checkpoint.dirpath is None:
             checkpoint.dirpath = str(run_dir / "checkpoints")
@@ -498,6 +496,28 @@ class RecipeCLI(LightningCLI):
         if Watch.current is not None and self.subcommand == "fit" and not config.get("fast_dev_run"):
             Watch.current.folder = run_dir
         return trainer
+
+    def _loggers(self, given: Any, epochs: int | None) -> list[Logger] | bool:
+        """Return the loggers of the run folder and those that the user names; False if there are to be none.
+
+        Args:
+            given: The trainer's setting.
+            epochs: The most epochs that there are.
+        """
+        if given is False:
+            return False
+        own = [] if given in (None, True) else given if isinstance(given, list) else [given]
+        loggers: list[Logger] = []
+        # validate would add a point at step 0 to the curves of the fit.
+        if self.subcommand != "validate" and not any(isinstance(logger, TensorBoardLogger) for logger in own):
+            shown = self._get(self.config, "log_details")
+            loggers.append(RunTensorBoard(self._run_dir, details=shown, points=0 < (epochs or 0) < _CURVE))
+        # Not one file for all commands: a test starts at step 0 again, and would take the rows of the fit away.
+        file = "metrics.csv" if self.subcommand == "fit" else f"metrics_{self.subcommand}.csv"
+        return [*loggers, MetricsCSV(self._run_dir, file), *own]
+
+
+_CURVE = 3  # epochs; lines through fewer points are no curves
 
 
 def _with_checkpoint_settings(args: list[str]) -> list[str]:

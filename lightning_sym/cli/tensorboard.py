@@ -4,7 +4,7 @@ import errno
 import os
 import struct
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from lightning_sym._tags import is_detail
 _LEFT_OUT = ("allow",)
 # Columns that come first in TensorBoard's table: it begins with those that are marked as different between runs.
 _FIRST = ("lr", "maps", "members", "methods", "network", "optimizer_name", "pairs", "seed", "zoo")
+# TensorBoard ticks the first five metrics of that table.
+_TICKED = 5
 
 
 class RunTensorBoard(TensorBoardLogger):
@@ -31,16 +33,22 @@ class RunTensorBoard(TensorBoardLogger):
     Args:
         folder: The run folder.
         details: Whether to show numbers of single members, pairs and layers.
+        points: Whether to show a quantity with one or two values as a point, its last value: for runs of one or two
+            epochs, whose curves are straight lines.
 
     Attributes:
         headline: Name of the run's main figure, for TensorBoard's table of hyperparameters.
+        numbers: Names of the final numbers; the first of them follow the main figure in that table.
     """
 
-    def __init__(self, folder: str | Path, *, details: bool = False) -> None:
+    def __init__(self, folder: str | Path, *, details: bool = False, points: bool = False) -> None:
         path = Path(folder)
         super().__init__(path.parent, path.name, "", default_hp_metric=False)
         self.details = details
+        self.points = points
         self.headline: str | None = None
+        self.numbers: dict[str, None] = {}
+        self._waiting: dict[str, list[tuple[int | None, float]]] = {}  # the first values, by name
         self._hyperparameters: dict[str, Any] = {}
 
     @rank_zero_only
@@ -48,7 +56,15 @@ class RunTensorBoard(TensorBoardLogger):
         """Log numbers, except for the epoch."""
         shown = {n: value for n, value in metrics.items() if n != "epoch" and (self.details or not is_detail(n))}
         with self.writing():
-            super().log_metrics(shown, step)
+            if not self.points:
+                super().log_metrics(shown, step)
+                return
+            for name, value in shown.items():
+                values = self._waiting.setdefault(name, [])
+                values.append((step, value))
+                if len(values) > 2:  # a curve
+                    for at, one in values if len(values) == 3 else values[-1:]:
+                        super().log_metrics({name: one}, at)
 
     @rank_zero_only
     def save(self) -> None:
@@ -103,9 +119,14 @@ class RunTensorBoard(TensorBoardLogger):
         """
         failed = status == "failed"
         with suppress(OSError) if failed else nullcontext(), self.writing():  # of a failed run the first error is said
+            for name, values in self._waiting.items():
+                if len(values) < 3:
+                    super().log_metrics({name: values[-1][1]}, values[-1][0])
+            self._waiting = {}
             if self.headline is not None and self._hyperparameters:
                 writer = self.experiment._get_file_writer()
-                for summary in _summaries(_flat(self._hyperparameters), self.headline):
+                names = list(dict.fromkeys([self.headline, *self.numbers]))[:_TICKED]
+                for summary in _summaries(_flat(self._hyperparameters), names):
                     writer.add_summary(summary)
                 self._hyperparameters = {}
         opened = self._file
@@ -122,9 +143,9 @@ def _remove_if_empty(events: Path) -> None:
         events.unlink()
 
 
-def _summaries(params: dict[str, bool | int | float | str], headline: str) -> Iterator[Any]:
-    """Yield the summaries of hyperparameters, with the name of the main figure; its value is a scalar."""
-    for summary in hparams(params, {headline: 0.0}):  # type: ignore[no-untyped-call]
+def _summaries(params: dict[str, bool | int | float | str], names: Sequence[str]) -> Iterator[Any]:
+    """Yield the summaries of hyperparameters, with the names of the main figures; their values are scalars."""
+    for summary in hparams(params, dict.fromkeys(names, 0.0)):  # type: ignore[no-untyped-call]
         metadata = summary.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(metadata.content)
         for info in content.experiment.hparam_infos:

@@ -47,7 +47,7 @@ def run_blocks(text: str, have: Have) -> None:
     A block that begins with the name of a file, as in ``# my_networks.py``, is that module.
     """
     code = [block for block in blocks(text, "python") if block not in own_files(text).values()]
-    for package in ("transformers", "timm"):  # of the extra hf, which not every environment has
+    for package in ("transformers", "timm", "optuna"):  # which not every environment has
         if any(re.search(rf"^(from|import) {package}\b", block, re.MULTILINE) for block in code):
             pytest.importorskip(package)
     folders = [python_folders(block) for block in code]

@@ -55,6 +55,13 @@ def test_every_kind_of_experiment_has_a_card() -> None:
     assert shown == {folder.name for folder in (ROOT / "recipes").iterdir() if any(folder.glob("*.yaml"))}
 
 
+def test_the_first_page_begins_with_a_picture() -> None:
+    before, _, _ = (DOCS / "index.md").read_text().partition("```")
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", before)
+    assert (DOCS / picture).is_file()
+    assert before.index(picture) < 500  # characters: two lines of text, so that it is seen without scrolling
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs the extra docs")
 def test_the_site_is_built_strictly_and_fetches_nothing(tmp_path: Path) -> None:
@@ -64,6 +71,17 @@ def test_the_site_is_built_strictly_and_fetches_nothing(tmp_path: Path) -> None:
     fetching = r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?:"
     fetched = {page.name for page, text in pages.items() if re.search(fetching, text)}
     assert fetched == set()
+    # Opened from the disk: the index is a script, and the worker's stand-in comes before the theme's code.
+    assert (tmp_path / "search" / "search_index.js").read_text().startswith("var __index = {")
+    for page in ("index.html", "theory/index.html"):
+        shim, bundle = re.findall(r'<script src="([^"]+)">', pages[tmp_path / page])
+        assert shim.endswith("javascripts/iframe-worker.js")
+        assert (tmp_path / page).parent.joinpath(shim).is_file()
+        assert "bundle" in bundle
+    assert 'class="language-bash highlight"' in pages[tmp_path / "index.html"]  # what the style sheet wraps
+    assert re.search(
+        r"<details>\s*<summary>[^<]*</summary>\s*<p>.*?<table>", pages[tmp_path / "results/git-re-basin.html"], re.S
+    )
     assert "<math" in (tmp_path / "theory" / "curvature.html").read_text()
     raw = {page.name for page, text in pages.items() if re.search(r":(?:class|func|math):<code>|```math", text)}
     assert raw == set()

@@ -1,0 +1,104 @@
+"""What a run logs to, and the two lines that say at its start what is trained, on what, and where."""
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from commands import QUIET, SMALL, succeed
+from helpers import read_csv
+from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
+from pytorch_lightning.demos.boring_classes import BoringModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_sym.cli.summary import RunSummary, trained
+from lightning_sym.cli.tensorboard import RunTensorBoard
+from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.tasks import ZooTask
+
+UNSAID = [option for option in QUIET if "model_summary" not in option]
+
+
+def test_loggers_of_ones_own_are_added_to_those_of_the_run_folder():
+    own = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=mine", "--trainer.max_epochs=1"]
+    reports = "--trainer.callbacks=[ZooReport]"
+    succeed("fit", *SMALL, *QUIET, "--run_dir=run", reports, *own)
+    names = {path.name.partition(".out.")[0] for path in Path("run").iterdir()}
+    assert {"config.yaml", "metrics.csv", "events", "results", "checkpoints"} <= names
+    ours, theirs = (read_csv(Path(folder) / "metrics.csv") for folder in ("run", "mine/lightning_logs/version_0"))
+    assert ours[-1]["val/loss"] == next(row["val/loss"] for row in theirs if row["val/loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of other packages
+@pytest.mark.skipif(None in map(importlib.util.find_spec, ("mlflow", "wandb")), reason="needs mlflow and wandb")
+def test_the_trackers_of_the_guide_get_figures_and_tables(monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    guide = Path(__file__).parents[2] / "docs" / "trackers.md"
+    (text,) = re.findall(r"^```yaml\n(# trackers.yaml\n.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
+    Path("trackers.yaml").write_text(text)
+    options = ["--trainer.callbacks=[ZooReport]", "--trainer.max_epochs=1", "--run_dir=run"]
+    succeed("fit", *SMALL, *QUIET, "--config=trackers.yaml", *options)
+    importlib.import_module("wandb").finish()
+    kept = {path.name for path in Path("tracked").rglob("*/artifacts/**/*.*")}
+    assert kept == {"config.txt", "confusion.png", "validation_curves.png", "members.csv", "members.json"}
+    (media,) = Path("tracked").glob("wandb/offline-run-*/files/media")
+    assert {path.name.partition("_")[0] for path in media.rglob("*.*")} == {
+        "config",
+        "confusion",
+        "members",
+        "validation",
+    }
+    assert Path("run/results/members.csv").is_file()
+
+
+def test_two_lines_say_what_is_trained_on_what_and_where():
+    result = succeed("fit", *SMALL, *UNSAID, "--run_dir=run", "--trainer.max_epochs=1")
+    first, second = result.out.splitlines()[:2]
+    each = 64 * 8 + 8 + 8 * 10 + 10
+    assert first == f"  MultiLayerPerceptron: 2 members, {2 * each:,} trained parameters (ZooTask)"
+    assert second == "  DigitsDataModule, 64 for training; cpu; run folder run"
+
+
+def test_only_networks_are_called_members():
+    class Pairs(ZooTask):
+        def member_title(self, number):
+            return f"Pair {number}"
+
+    network = MultiLayerPerceptron(widths=[8], image_size=8)
+    assert trained(ZooTask(network, members=2)) == "MultiLayerPerceptron: 2 members, 0 trained parameters (ZooTask)"
+    assert trained(Pairs(network, members=2)).startswith("MultiLayerPerceptron: 2 trained together, ")
+    assert trained(BoringModel()) == "BoringModel: 66 trained parameters (BoringModel)"
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ([], [RunSummary]),
+        (["--trainer.enable_model_summary=true"], [RichModelSummary]),
+        (["--trainer.enable_model_summary=false"], []),
+        (["--trainer.callbacks=ModelSummary"], [ModelSummary]),
+    ],
+)
+def test_a_table_of_modules_is_lightnings_if_it_is_wanted(built, options, kinds):
+    succeed("fit", *SMALL, *UNSAID, *options)
+    assert [type(one) for one in built.trainer.callbacks if isinstance(one, ModelSummary)] == kinds
+
+
+@pytest.mark.parametrize(("epochs", "points"), [(1, True), (2, True), (3, False)])
+def test_runs_of_one_or_two_epochs_show_points(built, epochs, points):
+    succeed("fit", *SMALL, *QUIET, f"--trainer.max_epochs={epochs}")
+    (board,) = [logger for logger in built.trainer.loggers if isinstance(logger, RunTensorBoard)]
+    assert board.points is points
+
+
+@pytest.mark.parametrize("points", [True, False])
+def test_points_are_the_last_of_two_values_and_three_make_a_curve(tmp_path, points):
+    board = RunTensorBoard(tmp_path / "run", points=points)
+    for step in range(4):
+        board.log_metrics({"curve": float(step), **({"short": float(step)} if step < 2 else {})}, step)
+    board.finalize("success")
+    scalars = EventAccumulator(str(tmp_path / "run")).Reload().Scalars
+    assert [(one.step, one.value) for one in scalars("curve")] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert [(one.step, one.value) for one in scalars("short")] == ([(1, 1)] if points else [(0, 0), (1, 1)])
