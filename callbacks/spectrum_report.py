@@ -48,7 +48,7 @@ class SpectrumReport(RunReport):
         gradients over the data.
     """
 
-    needs = ("kept", "loss", "network", "gathered_by_member")
+    needs = ("kept", "loss", "network", "population", "gathered_by_member")
     example = "ZooTask"
     data_type = InputDataModule
 
