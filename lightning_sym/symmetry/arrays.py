@@ -5,7 +5,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-import torch
 from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
