@@ -342,6 +342,7 @@ def test_steps_that_only_lead_uphill_end_at_the_start(count):
         optimizer="adam",
         lr=0.5,
         max_steps=3,
+        tolerance=1e-30,
         start=near,
         progress=lambda done, of: seen.append((done, of)),
     )
