@@ -5,7 +5,7 @@ g always acts on the original weights, so that rounding does not add up.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,7 @@ def minimize_on_orbit(
     hold: str | Iterable[str] = (),
     seed: int = 0,
     check: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> OrbitMinimum:
     r"""Move a network along its orbit until an objective of its weights is least; its function stays.
 
@@ -117,9 +118,10 @@ def minimize_on_orbit(
             batch norms and others that only multiply weights.
         seed: Seed of the order of batches.
         check: Whether to verify that the function stays the same.
+        progress: Called after each step with its number and `max_steps`; the descent may end before these.
 
     Returns:
-        The network, the element, and how it went.
+        The network, the element, and how it went: the best point that was seen, never worse than the start.
 
     Raises:
         TypeError: If `network` is not a module.
@@ -166,9 +168,9 @@ def minimize_on_orbit(
         if not directions.shapes:
             notes.append("no continuous coordinate of the group moves: the network stays at the start")
         elif optimizer == "lbfgs" or (optimizer == "auto" and problem.smooth):
-            element, history, converged = by_lbfgs(problem, first, max_steps, tolerance)
+            element, history, converged = by_lbfgs(problem, first, max_steps, tolerance, progress)
         else:
-            element, history, converged = by_adam(problem, first, max_steps, tolerance, lr, seed)
+            element, history, converged = by_adam(problem, first, max_steps, tolerance, lr, seed, progress)
         after = problem.value(element)
     notes += _at_bounds(problem, element)
     result = moved(symmetry, network, element, check=check, notes=notes)

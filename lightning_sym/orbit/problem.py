@@ -102,10 +102,10 @@ class OrbitProblem:
                 "the objective has no derivative by weights that the group moves; expected a differentiable function "
                 "of the view's parameters."
             )
-        scaled = {name: own * (self.sign / count) for name, own in found.items()}
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
-        charts = charted(scaled, self._pieces)
+        charts = charted(found, self._pieces)
         slopes = self.directions.pulled_back(weights, {name: charts[name] for name in charts})
+        slopes = {name: own * (self.sign / count) for name, own in slopes.items()}
         return self.sign * total / count, self._inwards(slopes, element)
 
     def _inwards(self, slopes: dict[str, Tensor], element: Element) -> dict[str, Tensor]:

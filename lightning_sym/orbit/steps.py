@@ -6,7 +6,7 @@ See docs/theory/orbit.md, 2.
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_sym.orbit.problem import OrbitProblem
 from lightning_sym.symmetry.group.element import Element
+
+Progress = Callable[[int, int], None] | None
 
 _LONGEST = 0.5  # of the entries of one step
 _MEMORY = 20  # pairs that L-BFGS keeps
@@ -54,7 +56,7 @@ def _require_finite(value: float, gradient: Mapping[str, Tensor]) -> None:
 
 
 def by_lbfgs(
-    problem: OrbitProblem, element: Element, max_steps: int, tolerance: float
+    problem: OrbitProblem, element: Element, max_steps: int, tolerance: float, progress: Progress = None
 ) -> tuple[Element, list[OrbitStep], bool]:
     """Minimise by L-BFGS with backtracking.
 
@@ -68,6 +70,8 @@ def by_lbfgs(
     for number in range(max_steps + 1):
         size = _largest(gradient)
         history.append(OrbitStep(number, problem.sign * value, size, time.perf_counter() - began))
+        if progress is not None:
+            progress(number, max_steps)
         if size <= tolerance * max(1.0, abs(value)):
             return element, history, True
         if number == max_steps:
@@ -135,7 +139,13 @@ def _shaped(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Te
 
 
 def by_adam(
-    problem: OrbitProblem, element: Element, max_steps: int, tolerance: float, lr: float, seed: int
+    problem: OrbitProblem,
+    element: Element,
+    max_steps: int,
+    tolerance: float,
+    lr: float,
+    seed: int,
+    progress: Progress = None,
 ) -> tuple[Element, list[OrbitStep], bool]:
     """Minimise by Adam, one batch at a time; momenta stay in the coordinates, which return to 0 after each step.
 
@@ -163,6 +173,8 @@ def by_adam(
             continue
         size = _largest(gradient)
         history.append(OrbitStep(number, problem.sign * value, size, time.perf_counter() - began))
+        if progress is not None:
+            progress(number, max_steps)
         if number % every == 0 or number == max_steps:
             whole = value if count < 2 else problem.sign * problem.value(element)
             best, least = (element, whole) if whole < least else (best, least)

@@ -282,7 +282,8 @@ class Symmetry(ElementGroup):
             inplace: Whether to change the network itself.
             optimizer: The network's optimiser. Its state is transformed in place (momenta by the inverse
                 scale, as gradients are; second moments by its square; shifts leave it alone, although gradients of
-                weights that read shifted units change); needs `inplace`.
+                weights that read shifted units change; elements that mix such weights by matrices are refused, as no
+                second moments follow, even where only a momentum is held); needs `inplace`.
             check: Whether to run a network that this symmetry has not tested yet, see :meth:`require`.
 
         Returns:

@@ -328,6 +328,30 @@ def test_adam_returns_the_best_point_that_it_saw():
     assert least < found.history[-1].objective - 0.01
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_steps_that_only_lead_uphill_end_at_the_start(count):
+    """Adam on batches with steps that are far too long, from a point next to the minimum."""
+    network, _, symmetry = traced(relu)
+    near = minimize_on_orbit(symmetry, network, squares, max_steps=30).element
+    seen = list[tuple[int, int]]()
+    found = minimize_on_orbit(
+        symmetry,
+        network,
+        lambda weights, factor: factor * squares(weights),
+        data=[torch.tensor(1.0 + own) for own in range(count)],
+        optimizer="adam",
+        lr=0.5,
+        max_steps=3,
+        tolerance=1e-30,
+        start=near,
+        progress=lambda done, of: seen.append((done, of)),
+    )
+    first = (1 + count) / 2 * squares_of(symmetry.act(near, network))
+    assert found.after == pytest.approx(first, rel=1e-12)
+    assert torch.equal(found.element.log_scale, near.log_scale)
+    assert seen == [(number, 3) for number in range(4)]
+
+
 def test_linear_layers_without_a_minimum_stop_at_a_condition_number():
     network, _, symmetry = traced(lambda: mlp(64, 16, 10, activation=nn.Identity, bias=False))
     found = minimize_on_orbit(symmetry, network, squares, max_steps=100, tolerance=1e-12)

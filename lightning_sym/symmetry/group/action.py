@@ -21,6 +21,7 @@ from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot
 from lightning_sym.symmetry.views import ConvertedTensors, FixedTensors
 
+_SMALL = 2**16  # numbers of tensors that are moved at once
 # The power of a weight's scale that acts on each entry of an optimiser's state.
 _POWERS = {
     **dict.fromkeys(("momentum_buffer", "exp_avg", "grad_avg", "prev"), -1.0),
@@ -124,6 +125,11 @@ class Action:
         return [(factor, part) for factor, part in pairs if not factor.is_identity(part)]
 
     @cached_property
+    def _by_entries(self) -> list[tuple[Factor[Any], Any]]:
+        """Those that may multiply single entries of tensors."""
+        return [(factor, part) for factor, part in self._parts if type(factor).entries is not Factor.entries]
+
+    @cached_property
     def scale(self) -> Floats:
         """The factor that multiplies each position of all slots before it moves."""
         scale = np.ones(self.structure.magnitudes.shape[0])
@@ -131,6 +137,16 @@ class Action:
             if (multipliers := factor.multipliers(own)) is not None:
                 scale = scale * multipliers
         return scale
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        return torch.from_numpy(self.scale)
+
+    @cached_property
+    def _scaled(self) -> set[int]:
+        """The offsets of slots with factors other than 1."""
+        slots = np.unique(self.structure.slots_at(np.flatnonzero(self.scale != 1)))
+        return {self.structure.slots[index].offset for index in slots.tolist()}
 
     @cached_property
     def source(self) -> Ints:
@@ -187,7 +203,8 @@ class Action:
             if len(slot.axes) > 1 or not (slot.axes[0] in axes if slot.axes else 0 in axes or values.ndim == lead):
                 continue
             source = self.source_in(slot) if self.permutes else None
-            scale = torch.from_numpy(self.scale[slot.rows] if source is None else self.scale[slot.rows][source])
+            scale = self._scales[slot.rows]
+            scale = scale if source is None else scale[torch.from_numpy(source)]
             if not slot.axes or values.shape[lead + slot.axes[0]] < slot.size:
                 values = values * float(scale[0])
                 continue
@@ -195,7 +212,7 @@ class Action:
             values = self._by_matrices(values, slot, at)
             shape = [-1 if axis == at else 1 for axis in range(values.ndim)]
             values = values if source is None else values.index_select(at, torch.from_numpy(source))
-            values = values * scale.reshape(shape)
+            values = values * scale.reshape(shape) if slot.offset in self._scaled else values
         return values
 
     # On parameters and buffers.
@@ -240,11 +257,13 @@ class Action:
         if (exact := _exact(tensor)) is not tensor:  # summands may cancel; the result is rounded once
             return self.moved(exact, name, power=power, shifted=shifted, added=added).to(tensor)
         slots, added = self.structure.slots_of[name], [summand.like(tensor) for summand in added]
-        for factor, part in self._parts:
+        for factor, part in self._by_entries:
             if (entries := factor.entries(part, name)) is not None:
                 for summand in added:
                     tensor = summand.added_to(tensor)
                 tensor, added = tensor * torch.from_numpy(_powered(entries.numpy(), power)).to(tensor), []
+        if name in self.structure.on_single_axes and power == 1.0 and not self.permutes and tensor.numel() <= _SMALL:
+            return self._moved_by_axes(tensor, slots, added)
         stacked = [slot for slot in slots if slot.of_stack]
         if len(stacked) == 1:  # as a tensor with one axis for all units of all members
             axes = stacked[0].axes
@@ -286,6 +305,19 @@ class Action:
         if stacked:
             result = apart(result, stacked[0].axes, stacked[0].shape).contiguous()
         return result
+
+    def _moved_by_axes(self, tensor: Tensor, slots: Sequence[Slot], added: Sequence[Summand]) -> Tensor:
+        """Transform a small tensor by what acts on one axis after the other, without permutations."""
+        result = tensor = tensor.detach()
+        for summand in added:
+            result = summand.added_to(result)
+        for slot in slots:
+            axis = slot.axes[0] if slot.axes else 0
+            result = self._by_matrices(result, slot, axis) if slot.axes else result
+            if slot.offset in self._scaled:
+                shape = [-1 if own == axis else 1 for own in range(result.ndim)]
+                result = result * self._scales[slot.rows].reshape(shape).to(result)
+        return result.clone(memory_format=torch.contiguous_format) if result is tensor else result.contiguous()
 
     def _moved_in_stack(self, tensor: Tensor, slots: list[Slot], power: float) -> Tensor:
         """Transform a stack of weights, where each member has units of its own on both axes."""
@@ -391,8 +423,8 @@ class Action:
                 own = structure.charts.names_of(name)
                 if any(slot.offset in mixed for part in own for slot in structure.slots_of.get(part, ())):
                     raise ValueError(
-                        f"a dense matrix mixes {name}, and second moments do not transform under matrices; expected "
-                        "an element with mixing=False"
+                        f"a dense matrix mixes {name}, under which no optimiser's state is carried (second moments "
+                        "cannot be); expected an element with mixing=False, or an optimiser without state"
                     )
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:

@@ -209,11 +209,12 @@ class PhaseAction(LinearAction):
 
     def __init__(self, structure: Structure, phase: Tensor) -> None:
         self.structure, self.phase = structure, phase
+        self._turns, self._cosine, self._sine = (own.numpy() for own in (phase != 0, phase.cos(), phase.sin()))
 
     def acts_at(self, slot: Slot) -> bool:
         """Return whether a rotary pair of a slot rotates."""
         places = self.structure.turned_places.get(slot.offset)
-        return places is not None and bool(self.phase[torch.from_numpy(places[0])].any())
+        return places is not None and bool(self._turns[places[0]].any())
 
     def require(self, tap: Tap, slot: Slot) -> None:
         """Check that phases act on a value inside the network by a matrix.
@@ -235,25 +236,12 @@ class PhaseAction(LinearAction):
     def on_axis(self, tensor: Tensor, slot: Slot, axis: int) -> Tensor:
         """Rotate the pairs of one axis."""
         phase, first, second = self.structure.turned_places[slot.offset]
-        return _turned(tensor, axis, self.phase[torch.from_numpy(phase)], first, second)
-
-
-def _turned(tensor: Tensor, axis: int, phase: Tensor, first: Ints, second: Ints) -> Tensor:
-    """Rotate pairs of coordinates on an axis: (x, y) becomes (x cos - y sin, x sin + y cos).
-
-    Args:
-        tensor: Floating. Not changed.
-        axis: The axis of the coordinates.
-        phase: One angle per pair. Shape (pairs,), float64.
-        first: Positions of the first coordinates. Shape (pairs,).
-        second: Positions of the second coordinates. Shape (pairs,).
-
-    Returns:
-        A new tensor of the same shape, dtype and device.
-    """
-    where = [torch.from_numpy(place).to(tensor.device) for place in (first, second)]
-    x, y = (tensor.index_select(axis, place) for place in where)
-    shape = [-1 if own == axis % tensor.ndim else 1 for own in range(tensor.ndim)]
-    cosine, sine = (function(phase).reshape(shape).to(tensor) for function in (torch.cos, torch.sin))
-    turned = torch.cat([x * cosine - y * sine, x * sine + y * cosine], axis)
-    return tensor.index_copy(axis, torch.cat(where), turned)
+        other, by, across = np.arange(slot.size), np.ones(slot.size), np.zeros(slot.size)
+        other[first], other[second] = second, first  # (x, y) becomes (x cos - y sin, y cos + x sin)
+        by[first] = by[second] = self._cosine[phase]
+        across[second] = self._sine[phase]
+        across[first] = -across[second]
+        shape = [-1 if own == axis % tensor.ndim else 1 for own in range(tensor.ndim)]
+        kept, crossed = (torch.from_numpy(own).reshape(shape).to(tensor) for own in (by, across))
+        swapped = tensor.index_select(axis, torch.from_numpy(other).to(tensor.device))
+        return torch.addcmul(tensor * kept, swapped, crossed)

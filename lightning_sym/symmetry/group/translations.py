@@ -155,11 +155,12 @@ class _Carrier:
     def _writers(self, part: Writers, element: Tensor) -> Tensor:
         multiples = torch.from_numpy(self.here.of_writers(element, part).reshape(-1, *part.shape))
         multiples = self.action.on_thin(part.name, multiples, part.axes, 1)
-        before, after, count = self.here.patterns(part), self.there.patterns(part), len(part.columns)
-        patterns = torch.from_numpy(before.toarray().T.reshape(count, *part.at.shape).copy())
-        moved = self.action.on_thin(part.name, patterns, part.kept(), 1).reshape(count, -1)
-        rows, solve = _solver(self.there, part, after)
+        count = len(part.columns)
+        moved = self.action.on_thin(part.name, self.here.spread_patterns(part), part.kept(), 1).reshape(count, -1)
+        rows, solve = _solver(self.there, part, self.there.patterns(part))
         factors = solve(moved[:, torch.from_numpy(rows)].numpy().T.copy())
+        if count == 1:
+            return multiples.reshape(-1) * float(factors[0, 0])
         made = sparse.csr_matrix(factors) @ multiples.reshape(count, -1).numpy()
         return torch.from_numpy(np.ascontiguousarray(made)).reshape(-1)
 

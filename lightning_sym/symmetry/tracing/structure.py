@@ -226,6 +226,12 @@ class Structure:
         return found
 
     @cached_property
+    def on_single_axes(self) -> frozenset[str]:
+        """The tensors that are multiplied along single axes only."""
+        single = {slot.tensor for slot in self.slots}
+        return frozenset(single - {own.tensor for own in self.slots if len(own.axes) > 1 or own.kind != "value"})
+
+    @cached_property
     def moving(self) -> tuple[str, ...]:
         """The network's names of tensors that the group changes."""
         owners = self.charts.owners

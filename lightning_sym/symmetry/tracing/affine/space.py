@@ -482,6 +482,18 @@ class Located:
             found[part.begin] = self._patterns[part.at.ravel()][:, part.columns - first]
         return found[part.begin]
 
+    def spread_patterns(self, part: Writers) -> Tensor:
+        """Return the changes of a weight's outputs, thin. Shape (changes, *thin)."""
+        found = self._shared._spread_patterns
+        if part.begin not in found:
+            whole = self.patterns(part).toarray().T.reshape(len(part.columns), *part.at.shape)
+            found[part.begin] = torch.from_numpy(np.ascontiguousarray(whole))
+        return found[part.begin]
+
+    @cached_property
+    def _spread_patterns(self) -> dict[int, Tensor]:
+        return {}
+
     @cached_property
     def _parts_of_patterns(self) -> dict[int, sparse.csr_matrix]:
         return {}
@@ -507,10 +519,11 @@ class Located:
 
     def known(self, element: Tensor) -> Floats:
         """Return all wanted unknowns. Shape (wanted,)."""
-        known = self.forms(self.values(element))
-        for step in self.parts.steps:
-            if known[step.source].any() and step.names <= self.tensors.keys():
-                made = self._made(step, torch.from_numpy(known[step.source])[None], self._changed(step, known))
+        known, changed = self.forms(self.values(element)), dict[bytes, Weights]()
+        for step in self._steps:
+            if known[step.source].any():
+                weights = self._changed(step, known, changed)
+                made = self._made(step, torch.from_numpy(known[step.source])[None], weights)
                 used, rows, forms, _ = self._forms_of(step)
                 values = made.reshape(-1).numpy()[used]
                 if self.parts.forms.size:
@@ -518,6 +531,11 @@ class Located:
                 else:
                     known[rows] += forms @ values
         return known
+
+    @cached_property
+    def _steps(self) -> list[Step]:
+        """The steps with all that they need."""
+        return [step for step in self.parts.steps if all(name in self.tensors for name in step.names)]
 
     def _made(self, step: Step, source: Tensor, weights: Weights) -> Tensor:
         """Return the unknowns that a step computes with some weights. Shapes (batch, *thin)."""
@@ -566,16 +584,17 @@ class Located:
                 self._frames[key] = directions, torch.from_numpy(scale)
         return self._frames[key]
 
-    def _changed(self, step: Step, known: Floats) -> Weights:
-        """Return the weights with their additions, as far as a relation's sum needs them."""
+    def _changed(self, step: Step, known: Floats, found: dict[bytes, Weights]) -> Weights:
+        """Return the weights with their additions, as far as a relation's sum needs them; `found` holds those made."""
         if not step.total:
             return self.weights
-        tensors = {name: self.tensors[name] for name in step.names}
-        for part in self.parts.free:
-            if part.name in step.total:
-                added = torch.from_numpy(known[part.at])
-                tensors[part.name] = self.weights.tensor(part.name) + added
-        return Weights(self.space, tensors)
+        added = {part.name: known[part.at] for part in self.parts.free if part.name in step.total}
+        key = repr(sorted(step.names)).encode() + b"".join(own.tobytes() for own in added.values())
+        if key not in found:
+            tensors = {name: self.tensors[name] for name in step.names}
+            tensors |= {name: self.weights.tensor(name) + torch.from_numpy(own) for name, own in added.items()}
+            found[key] = Weights(self.space, tensors)
+        return found[key]
 
     def summands(self, element: Tensor) -> dict[str, list[Summand]]:
         """Return the additions of an element to tensors, by name.
@@ -620,11 +639,10 @@ class Located:
 
     def of_one(self, part: Writers, element: Tensor) -> Summand:
         """Return the addition of an element to a weight by changes of its outputs."""
-        patterns, multiples = self.patterns(part), self.of_writers(element, part)
+        multiples = self.of_writers(element, part)
         if len(part.columns) == 1:
-            return Summand(torch.from_numpy(multiples.reshape(part.shape)),
-                           _bounded(torch.from_numpy(patterns.toarray().reshape(part.at.shape))))  # fmt: skip
-        return Summand(torch.from_numpy(np.ascontiguousarray(part.sum_of(patterns, multiples))))
+            return Summand(torch.from_numpy(multiples.reshape(part.shape)), _bounded(self.spread_patterns(part)[0]))
+        return Summand(torch.from_numpy(np.ascontiguousarray(part.sum_of(self.patterns(part), multiples))))
 
     # How fast.
 
@@ -670,9 +688,9 @@ class Located:
         for rows in parts.readers:
             if rows.name in flat:
                 _add_at(total, rows.at, self._along_rows(rows, flat[rows.name]))
-        for step in reversed(parts.steps):
+        for step in reversed(self._steps):
             used, at, _, transposed = self._forms_of(step)
-            if not len(used) or not step.names <= self.tensors.keys() or not (slopes := transposed @ total[at]).any():
+            if not len(used) or not (slopes := transposed @ total[at]).any():
                 continue
             made = torch.zeros(step.columns.shape, dtype=torch.float64)
             made[torch.from_numpy(used)] = torch.from_numpy(slopes)
@@ -685,14 +703,8 @@ class Located:
                 axes = [axis for axis in writers.kept() if writers.at.shape[axis] == 1]
                 own = flat[writers.name].sum(axes, keepdim=True) if axes else flat[writers.name]
                 own = own.permute([*writers.kept(), *writers.axes]).reshape(-1, writers.size)
-                result[writers.places] = (self._transposed_patterns(writers) @ own.numpy()).ravel()
+                result[writers.places] = (self.patterns(writers).T @ own.numpy()).ravel()
         return result * self.multiples
-
-    def _transposed_patterns(self, part: Writers) -> sparse.csr_matrix:
-        found = self._shared.__dict__.setdefault("_patterns_of_slopes", {})
-        if part.begin not in found:
-            found[part.begin] = self.patterns(part).T.tocsr()
-        return found[part.begin]
 
     def _along_rows(self, rows: Readers, slopes: Tensor) -> Tensor:
         """Return the derivative by the multiples of rows, of a shape that broadcasts to that of `rows.at`."""
@@ -709,7 +721,7 @@ class Located:
         return self._shared._by_column if self._shared is not self else self.matrix.tocsc()
 
     def _forms_of(self, step: Step) -> tuple[Ints, Ints, sparse.csr_matrix, sparse.csr_matrix]:
-        """Return which unknowns of a step count, the wanted ones that they change, their forms, and these transposed."""
+        """Return which unknowns of a step count, the wanted ones that they change, these forms, and the transposed."""
         found = self._shared._parts_of_forms
         if id(step) not in found:
             used = np.flatnonzero(step.columns >= 0)

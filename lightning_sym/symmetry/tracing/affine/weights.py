@@ -218,10 +218,11 @@ class Weights:
 
     def coefficient(self, coefficient: Coefficient) -> Tensor:
         """Return the numbers of a coefficient; thin."""
-        result = torch.tensor(coefficient.factor, dtype=torch.float64)
+        result: Tensor | float = coefficient.factor
         for atom, power, places in coefficient.items:
-            result = result * self.atom(atom)[places] ** power
-        return result
+            numbers = self.atom(atom)[places]
+            result = result * (numbers if power == 1 else numbers**power)
+        return result if isinstance(result, Tensor) else torch.tensor(result, dtype=torch.float64)
 
     def total(self, total: Total) -> Tensor:
         """Return the sum of a relation. Shape (segments,)."""
@@ -320,11 +321,11 @@ class ByKernel(NamedTuple):
     def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
         """Return the derivative by values of a shape, given that by the derived unknowns."""
         front = slopes.shape[: slopes.ndim - self.rank]
-        back = torch.einsum("...go,goc->...gc", slopes.reshape(*front, self.groups, -1), self._kernel(weights))
+        back: Tensor = torch.einsum("...go,goc->...gc", slopes.reshape(*front, self.groups, -1), self._kernel(weights))
         return back.reshape(*front, -1).sum_to_size(*front, math.prod(shape)).reshape(*front, *shape)
 
     def _kernel(self, weights: Weights) -> Tensor:
-        kernel = weights.node(self.node).reshape(self.shape)
+        kernel: Tensor = weights.node(self.node).reshape(self.shape)
         return kernel.flatten(2).sum(2).reshape(self.groups, self.shape[0] // self.groups, -1)
 
     def names(self, program: Program) -> set[str]:
