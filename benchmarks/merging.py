@@ -9,12 +9,14 @@ Each network has random weights; a fine-tune adds noise of 2 percent. Prints tab
 ``benchmarks/results/merging-cpu.json`` and ``.md``.
 
 Variants:
-    plain   every tensor of both files is read, averaged in the type of the files, and written
+    plain   every tensor of both files is read, averaged in the type of the files, and written to a new file
     trace   the group of the architecture, without translations and without a self-test
     align   the decision that a fine-tune is in order: one reading of both files
     equal   the decision that both compute other functions
-    ours    the command's function, from files to a file
-    moved   the same for a copy moved by a random permutation
+    first   the command's function, from files to a new file; traces, as the first merge of an architecture in a process
+    ours    the same with the architecture traced before
+    moved   as ours, for a copy moved by a random permutation
+    mixed   as ours, for a copy moved by random permutations, signs, and matrices in heads
 """
 
 import tempfile
@@ -30,7 +32,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lightning_sym.merging import align, merge_checkpoints
+from lightning_sym.merging import align, merge_checkpoints, traced
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.equality import equality, rounding_of
 from lightning_sym.symmetry import trace_symmetry
@@ -51,13 +53,6 @@ def gpt2() -> tuple[nn.Module, Call]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config()).train(False), Call.of(None, {"input_ids": torch.arange(8)[None]})
-
-
-def vit_b_16() -> tuple[nn.Module, Call]:
-    """Return a vision transformer with 86 million weights and an example."""
-    from torchvision.models import vit_b_16
-
-    return vit_b_16().eval(), Call.of(torch.randn(1, 3, 224, 224))
 
 
 def plain_average(files: list[Path], out: Path) -> None:
@@ -85,35 +80,46 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Call]], rounds: int) 
     torch.manual_seed(0)
     network, call = make()
     symmetry = trace_symmetry(network, *call.positional, check=False, **call.keywords)
-    drawn = symmetry.sample(torch.Generator().manual_seed(0), mixing=False, scale=0.0, signs=False, shifts=False)
+    has_heads = bool(symmetry.structure.dense)
+    draw = partial(symmetry.sample, scale=0.0, shifts=False)
+    drawn = [
+        draw(torch.Generator().manual_seed(0), mixing=mixing, signs=mixing)
+        for mixing in ((False, True) if has_heads else (False,))
+    ]
+    moved = [symmetry.act(own, network, check=False).state_dict() for own in drawn]
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{which}.safetensors" for which in ("a", "b", "c")]
+        states = [network.state_dict(), tuned(network), *moved]
+        files = [Path(folder) / f"{which}.safetensors" for which in range(len(states))]
         unique = {id(own): key for key, own in reversed(network.state_dict(keep_vars=True).items())}
-        for file, state in zip(
-            files,
-            (network.state_dict(), tuned(network), symmetry.act(drawn, network, check=False).state_dict()),
-            strict=True,
-        ):
+        for file, state in zip(files, states, strict=True):
             save_file({key: state[key].contiguous() for key in unique.values()}, file)
-        number = iter(range(10**6))
+        out = Path(folder) / "merged.safetensors"
 
-        def merged(which: list[Path]) -> Any:
-            out = Path(folder) / f"{next(number)}.safetensors"
-            found = merge_checkpoints(which, out, network=network, inputs=call)
+        def plain() -> None:
+            plain_average(files[:2], out)
+            out.unlink()
+
+        def merged(other: Path) -> Any:
+            found = merge_checkpoints([files[0], other], out, network=network, inputs=call)
             out.unlink()
             return found
+
+        def first() -> Any:
+            traced.forget()
+            return merged(files[1])
 
         one, two = (Checkpoint.read(file, network).network for file in files[:2])
         trace = partial(trace_symmetry, network, *call.positional, check=False, shifts=False, **call.keywords)
         group = trace()
         same = (group.identity(),)
         runs: Runs = {
-            "plain": lambda: plain_average(files[:2], Path(folder) / "plain.safetensors"),
+            "plain": plain,
             "trace": trace,
             "align": lambda: align(group, [one, two]),
             "equal": lambda: equality(group, one, two, same, rounding_of(torch.float32)),
-            "ours": lambda: merged(files[:2]),
-            "moved": lambda: merged([files[0], files[2]]),
+            "first": first,
+            "ours": partial(merged, files[1]),
+            **dict(zip(("moved", "mixed"), (partial(merged, own) for own in files[2:]), strict=False)),
         }
         note = f"Fine-tune in order: {not align(group, [one, two]).moved}."
         return [result(f"Merge two {name}", timed(runs, rounds, clock=process_time), note=note)]
@@ -121,7 +127,7 @@ def measure(name: str, make: Callable[[], tuple[nn.Module, Call]], rounds: int) 
 
 def main() -> None:
     """Run the benchmark and write the results."""
-    makers = {"resnet50": resnet50, "gpt2": gpt2, "vit_b_16": vit_b_16}
+    makers = {"resnet50": resnet50, "gpt2": gpt2}
     options = parser(__doc__, 3)
     options.add_argument("--only", nargs="+", choices=list(makers))
     given = options.parse_args()

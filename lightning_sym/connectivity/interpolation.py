@@ -130,8 +130,8 @@ def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], dtype
     exact = torch.promote_types(result.dtype, wide(first.device))
     flat, into = [tensor.detach().reshape(-1) for tensor in tensors], result.view(-1)
     for part in parts(first.numel()):
-        total = torch.zeros_like(into[part], dtype=exact)
-        for coefficient, tensor in zip(coefficients, flat, strict=True):
+        total = flat[0][part].to(exact, copy=True).mul_(coefficients[0])
+        for coefficient, tensor in zip(coefficients[1:], flat[1:], strict=True):
             total.add_(tensor[part].to(first.device, exact), alpha=coefficient)
         into[part] = total
     return result

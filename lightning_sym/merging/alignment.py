@@ -15,7 +15,7 @@ from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
-from lightning_sym.merging.sketches import WORTH, sketched
+from lightning_sym.merging.sketches import EXPLAINED, WORTH, sketched
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.assignment import Tables, within_cells
@@ -27,10 +27,6 @@ from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descent,
 from lightning_sym.symmetry.matching.recognition import Recognised, recognised
 from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.moving import MovedTensors
-
-# Continuous changes are searched only if they may remove at least this fraction of the squared distance. Planted ones
-# remove 0.94 or more.
-_EXPLAINED = 0.8
 
 How = Literal["auto", "weights", "activations", "none"]
 HOW: tuple[How, ...] = ("auto", "weights", "activations", "none")
@@ -392,7 +388,7 @@ class _Search:
                 continue
             elif math.isfinite(before) and (found.in_order or self._is_in_order(number, found.doubtful)):
                 self.ordered.add(number)
-                if not self.scales or found.explained < _EXPLAINED:
+                if not self.scales or found.explained < EXPLAINED:
                     reason = f"has its units in the order of the reference (distance {before:.4g})"
                     self._leave(number, before, reason)
 
@@ -410,7 +406,7 @@ class _Search:
         if found.settled or self._keeps_order(found.element):
             return found.settled
         left = self._sketched(MovedTensors(self.symmetry.factors, found.element, self.symmetry.tensors(given)))
-        return left.in_order and (not self.scales or left.explained < _EXPLAINED)
+        return left.in_order and (not self.scales or left.explained < EXPLAINED)
 
     def _recognise(self, number: int, before: float, suffices: Callable[[nn.Module, Recognised], bool]) -> bool:
         """Match a network with units that only moved, if it is one.

@@ -3,7 +3,7 @@
 import fnmatch
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from lightning_sym.merging.equal_weights import equal_weights
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
 from lightning_sym.merging.folders import check_configurations
-from lightning_sym.merging.methods import Tally
+from lightning_sym.merging.formulas import Tally
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.merging.parameters import Layers, MergeSettings
 from lightning_sym.merging.repair import repair
 from lightning_sym.merging.result import MergedTensors
 from lightning_sym.merging.sources import Sources
+from lightning_sym.merging.traced import linear_symmetry
 from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
@@ -249,16 +250,22 @@ def merge_checkpoints(
         notes=(*_equality_notes(asked.names, [after for _, after in equal]), *_reasons(asked, aligned), *others),
     )
     options = {"align": align, "out_dtype": out_dtype, "ignore": list(ignore), "recalibrate": recalibrate}
+    has_card = not align_only and Path(out).suffix != ".safetensors"
+    beside = {"README.md": _readme(asked, aligned, description, options, Path(out).name)} if has_card else {}
+    form = checkpoints[1 if align_only else 0]
+    place = form.write(tensors, out, out_dtype=out_dtype, beside=beside)
+    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes, *form.left_behind(out)))
+
+
+def _readme(
+    asked: Sources, aligned: Alignment, description: str | None, options: Mapping[str, Any], title: str
+) -> Callable[[Path], None]:
+    """Return a function that writes the README.md of the result to a path."""
     if description is None:
         given = [one.given for one in asked.found]
         models, base = [given[place] for place in asked.models], given[0] if asked.has_base else None
         description = configuration_of(asked.settings, models, base, options)
-    card = card_of(asked, aligned.reasons, description, Path(out).name)
-    has_card = not align_only and Path(out).suffix != ".safetensors"
-    beside = {"README.md": functools.partial(write_atomically, content=card)} if has_card else {}
-    form = checkpoints[1 if align_only else 0]
-    place = form.write(tensors, out, out_dtype=out_dtype, beside=beside)
-    return replace(found, out=place, notes=(*found.notes, *merged.tally.notes, *form.left_behind(out)))
+    return functools.partial(write_atomically, content=card_of(asked, aligned.reasons, description, title))
 
 
 # ---- inputs
@@ -355,9 +362,6 @@ def _alignment_of(
     Raises:
         ValueError: See :func:`_check_unchanged`.
     """
-    trace = functools.partial(
-        trace_symmetry, networks[0], *example.positional, output=example.output, **example.keywords
-    )
     how: How = "weights" if align_only and align == "auto" else align
     rounds = 1 if asked.has_base or align_only else 20
     find = functools.partial(
@@ -371,13 +375,14 @@ def _alignment_of(
     )
     quick = functools.partial(aligned_without_search, networks=networks, seed=seed, copies=copies)
     if how != "activations":
-        symmetry = trace(check=False, shifts=False)
+        symmetry = linear_symmetry(networks[0], example)
         aligned = find(symmetry) if how == "none" else quick(symmetry, how=how)
         if aligned is not None:
             largest, unchanged = _largest_change(symmetry, aligned, networks)
             if unchanged:
                 return symmetry, aligned, largest
-    symmetry = trace()  # any element may act
+    # Any element may act.
+    symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
     aligned = find(symmetry)
     return symmetry, aligned, _check_unchanged(symmetry, aligned, networks)
 

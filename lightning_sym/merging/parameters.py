@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import nearest
-from lightning_sym.merging.methods import FLAGS, MergeMethod, Tally, merge_method, merge_tensors
+from lightning_sym.merging.formulas import Tally
+from lightning_sym.merging.methods import FLAGS, MergeMethod, merge_method, merge_tensors
 
 _NUMBERED = re.compile(r"(.*_)?\d+")
 _RANGES = {"density": "in (0, 1]", "gamma": "in [0, 1)", "epsilon": "in [0, 0.5)"}

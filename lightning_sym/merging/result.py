@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from lightning_sym.merging.methods import Tally, merge_tensors
+from lightning_sym.merging.formulas import Tally
+from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.merging.parameters import Layers, MergeSettings
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors

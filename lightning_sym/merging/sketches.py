@@ -34,6 +34,9 @@ from lightning_sym.symmetry.tracing.structure import Slot
 # Without a permutation, scales, matrices and rotations must reduce the squared distance below this fraction. Planted
 # ones reduce it to 0.06 at most; differences from fine-tuning leave 0.43 at least and are not symmetries.
 WORTH = 0.1
+# Scales, matrices and rotations are searched only if they may remove at least this fraction of the squared distance.
+# Planted ones remove 0.94 or more.
+EXPLAINED = 0.8
 DIRECTIONS = 64  # signed sums per unit
 _FIRST = 16  # of them, which tell most units apart
 # Units with at most so many numbers are compared without sums.
@@ -56,7 +59,8 @@ class Sketch:
         distance: Euclidean distance of the parameters.
         doubtful: Indices of the axis groups with units or signs for which the identity may not be best.
         explained: Estimated upper bound of the fraction of the squared distance that scales, matrices, rotations and
-            shifts can remove while units keep their order.
+            shifts can remove while units keep their order. Tensors are left out, as if all of their distance could be
+            removed, once the bound is below :data:`EXPLAINED`.
     """
 
     distance: float
@@ -118,7 +122,7 @@ def sketched(
         if not math.isfinite(square):
             break
         if square:
-            freedom.add(name, one, two, square)
+            freedom.squares[name] = square
     total = math.fsum(squares)
     if not math.isfinite(total):
         return Sketch(math.nan, frozenset(), math.nan)
@@ -127,7 +131,7 @@ def sketched(
         gains, _ = copied.gains(symmetry.structure, a, b)
         if not np.array_equal(best_assignment(gains), np.arange(len(gains))):
             doubtful |= copied.orbits
-    return Sketch(math.sqrt(total), doubtful, freedom.explained() / total if total else 0.0)
+    return Sketch(math.sqrt(total), doubtful, freedom.explained(total) / total if total else 0.0)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -356,45 +360,66 @@ class _Freedom:
         self, symmetry: Symmetry, a: Mapping[str, Tensor], b: Mapping[str, Tensor], generator: torch.Generator
     ) -> None:
         self.structure, self.a, self.b, self.generator = symmetry.structure, a, b, generator
-        self.removed: list[float] = []
-        # Rotated tensors: squared distance, the part of it that all else removes, name, and rotated axis.
-        self.rotated: list[tuple[float, float, str, int]] = []
         self.shifted = self.structure.translates
+        self.squares: dict[str, float] = {}  # the squared distance of each tensor
 
-    def add(self, name: str, one: Tensor, two: Tensor, square: float) -> None:
-        """Add a tensor of both networks, with their squared distance."""
+    def explained(self, total: float) -> float:
+        """Return the part of the total squared distance, or a larger one that is small enough.
+
+        Args:
+            total: The squared distance of all tensors.
+        """
+        turned = {
+            name: axes[0] for name in self.squares if self._is_open(name) and (axes := self._axes(name, "rotations"))
+        }
+        mean = self._removed_by_rotations(turned)
+        kept = 0.0
+        for name, square in sorted(self.squares.items(), key=lambda own: -own[1]):
+            if kept > (1 - EXPLAINED) * total:
+                break
+            kept += square * (1 - min(self._fraction(name) + mean * (name in turned), 1.0))
+        return max(total - kept, 0.0)
+
+    def _axes(self, name: str, kind: str) -> list[int]:
+        """Return the axes of a tensor on which changes of one kind act."""
         slots = self.structure.slots_of.get(name, [])
+        return sorted({own.axes[0] for own in slots if kind in self.structure.kinds_at(own)})
+
+    def _is_open(self, name: str) -> bool:
+        """Return whether a part of a tensor's distance may remain under any change."""
+        slots = self.structure.slots_of.get(name, [])
+        matrices = any("matrices" in self.structure.kinds_at(own) or len(own.axes) > 1 for own in slots)
+        return not slots or (self.a[name].ndim > 1 and not matrices)
+
+    def _fraction(self, name: str) -> float:
+        """Return the fraction of a tensor's squared distance that all but rotations can remove."""
+        slots = self.structure.slots_of.get(name, [])
+        if not self._is_open(name) or (self.shifted and self.a[name].ndim < 2):
+            return 1.0
         if not slots and not self.shifted:
-            return
-        kinds = [(own.axes, self.structure.kinds_at(own)) for own in slots]
-        if one.ndim < 2 or any("matrices" in own or len(at) > 1 for at, own in kinds):
-            self.removed.append(square)
-            return
-        x, y = _sampled(one, two, self.generator)
+            return 0.0
+        x, y = _sampled(self.a[name].detach(), self.b[name].detach(), self.generator)
         size = float((x - y).square().sum())
         if not size:
-            return
-        axes = sorted({at[0] for at, own in kinds if "scales" in own})
-        fraction = _removed_by_scales(x, y, axes) / size
+            return 1.0
+        removed = _removed_by_scales(x, y, self._axes(name, "scales"))
         if self.shifted:
-            fraction += 2 * _largest_square(x - y, _shifted_axes(slots), self.generator) / size
-        removed = min(fraction, 1.0) * square
-        turned = [at[0] for at, own in kinds if "rotations" in own]
-        if turned:
-            self.rotated.append((square, removed, name, turned[0]))
-        else:
-            self.removed.append(removed)
+            removed += 2 * _largest_square(x - y, _shifted_axes(slots), self.generator)
+        return removed / size
 
-    def explained(self) -> float:
-        """Return the part of the squared distance."""
-        whole = math.fsum(square for square, *_ in self.rotated)
-        if not whole:
-            return math.fsum(self.removed)
-        weights = torch.tensor([square for square, *_ in self.rotated], dtype=torch.float64)
+    def _removed_by_rotations(self, turned: Mapping[str, int]) -> float:
+        """Return the estimated fraction of the squared distance of rotated tensors that rotations can remove.
+
+        Args:
+            turned: The rotated axis of each tensor.
+        """
+        if not turned:
+            return 0.0
+        names = list(turned)
+        weights = torch.tensor([self.squares[name] for name in names], dtype=torch.float64)
         chosen = torch.multinomial(weights, _SAMPLED, replacement=True, generator=self.generator).tolist()
-        fractions = {index: self._removed_by_maps(*self.rotated[index][2:]) for index in set(chosen)}
-        mean = math.fsum(fractions[index] for index in chosen) / len(chosen)
-        return math.fsum([*self.removed, *(min(own + mean * square, square) for square, own, *_ in self.rotated)])
+        fractions = {index: self._removed_by_maps(names[index], turned[names[index]]) for index in set(chosen)}
+        return math.fsum(fractions[index] for index in chosen) / len(chosen)
 
     def _removed_by_maps(self, name: str, axis: int) -> float:
         """Return the fraction of a tensor's squared distance that a linear map along an axis can remove."""

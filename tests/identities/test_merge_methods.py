@@ -10,7 +10,8 @@ from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.connectivity.interpolation import mean_tensors
-from lightning_sym.merging.methods import METHODS, Tally, merge_method, merge_tensors
+from lightning_sym.merging.formulas import Tally
+from lightning_sym.merging.methods import METHODS, merge_method, merge_tensors
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 WEIGHTS = {2: [0.5, 0.3], 3: [0.5, 0.3, 0.9], 4: [1.0, 0.4, -0.2, 0.7]}

@@ -271,8 +271,8 @@ def activation_matching(
         copies = [np.zeros((2, 0), np.int64)]  # their places, and the copies that go there
         for system in block_systems(symmetry.structure, groups):
             if system.groups.keys() & tables.keys():  # other groups, such as mixed queries and keys, are moved along
-                order, own = best_blocks(system, tables, {})
-                chosen.update(own)
+                order, assigned = best_blocks(system, tables, {})
+                chosen.update(assigned)
                 copies.append(np.stack([system.slots.ravel(), system.slots[order].ravel()]))
         along = {index: chosen[index] for index in chosen.keys() - tables.keys()}
         chosen = {index: chosen.get(index) or within_cells(groups[index], own) for index, own in tables.items()}

@@ -16,7 +16,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.balanced import comparable
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descent, Directions
 
-_DIRECTIONS = 128
+_DIRECTIONS = 64
 # Units that only moved leave a smaller fraction of the squared distance.
 _HOPELESS = 0.5
 
