@@ -111,7 +111,7 @@ QUICK = {
     "learning-coefficient": ["--trainer.callbacks.steps=8", "--trainer.callbacks.chains=3"],
     "similarity": ["--model.measures=[cka_linear]"],
     "curve": ["--trainer.max_epochs=1", "--trainer.callbacks.plane_points=3"],
-    "fit": ["--trainer.max_epochs=1"],
+    "fit": ["--trainer.max_epochs=5"],  # the evidence is updated after the fifth
 }
 
 
