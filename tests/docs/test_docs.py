@@ -128,7 +128,7 @@ def test_commands_on_files_of_the_readers_own_run_in_their_folder(
     for name, block in files.items():
         Path(f"{name}.py").write_text(block)
         monkeypatch.delitem(sys.modules, name, raising=False)
-    fields, labels = torch.randn(300, 1, 12, 12), torch.arange(300) % 3
+    fields, labels = torch.randn(900, 1, 12, 12), torch.arange(900) % 3
     torch.save({"x": fields, "y": labels}, "fields.pt")
     namespace: dict[str, Any] = {}
     exec(compile(files["my_networks"], "my_networks", "exec"), namespace)
