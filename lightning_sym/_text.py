@@ -8,7 +8,7 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 TRACEBACK = "LIGHTNING_SYM_TRACEBACK"  # environment variable
-USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME VALUE ...]"
+USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME VALUE]"
 
 
 def nearest(given: str, names: Iterable[str], before: str = "", after: str = "") -> str:

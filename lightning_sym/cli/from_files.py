@@ -13,9 +13,9 @@ from pathlib import Path
 from lightning_sym._text import nearest
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.checking import checked_options
-from lightning_sym.cli.given import arguments_of, class_of, merge, read_given, separated, unknown_option
+from lightning_sym.cli.given import arguments_of, class_of, merge, read_given, separated, unknown_option, without_value
 from lightning_sym.cli.importing import NETWORK, Asked, make_data, make_zoo, own_package, print_members
-from lightning_sym.cli.places import check_files, check_places, has_epoch, is_first_process, is_zoo
+from lightning_sym.cli.places import check_files, check_network, check_places, has_epoch, is_first_process, is_zoo
 
 _ZOO = "imported"  # its folder in the run folder
 _OWN = ("network", "out", "prefix")
@@ -92,6 +92,8 @@ Example:
         for option in rest:
             if _first(option) not in known:
                 raise ValueError(f"{self.name} has no option '{_first(option)}'.{nearest(_first(option), known)}")
+        if wrong := without_value(options):
+            raise ValueError(wrong)
         zoo = len(files) == 1 and is_zoo(files[0])
         if len(files) < self.least and not zoo:
             number = ("one", "two")[self.least - 1]
@@ -131,6 +133,7 @@ Example:
         """
         if not asked.is_zoo:
             check_files(asked.of.files)
+            check_network(class_of(asked.of.network))
         try:
             check_places("fit", [*asked.before, *asked.after, *self._places(asked, Path())])
         except ValueError as error:  # the run folder has another name here

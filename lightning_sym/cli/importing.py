@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym.cli.given import LINKED, arguments_of, class_of, read_own
-from lightning_sym.cli.places import check_files, is_zoo
+from lightning_sym.cli.places import check_files, check_network, is_zoo
 
 USAGE = "usage: lightning-sym import FILE ... --network NETWORK --out FOLDER [--data DATAMODULE] [--prefix PREFIX]"
 NEEDS = "lightning_sym.models"  # imports PyTorch
@@ -74,9 +74,10 @@ def look(asked: Asked) -> Asked:
 
     Raises:
         FileNotFoundError: If one does not.
-        ValueError: If one is a folder.
+        ValueError: If one is a folder, or the network's module does not exist.
     """
     check_files(asked.files)
+    check_network(class_of(asked.network))
     return asked
 
 

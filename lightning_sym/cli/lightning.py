@@ -345,7 +345,7 @@ class RecipeCLI(LightningCLI):
         config = self.config[self.subcommand]
         torch.backends.cudnn.deterministic = True  # gradients of convolutions differ from run to run otherwise
         if self.subcommand != "fit" or config.get("ckpt_path") is not None:  # untrained weights are never meant
-            config.ckpt_path = str(check_checkpoint(self.subcommand, self._run_dir, config.get("ckpt_path")))
+            config.ckpt_path = str(check_checkpoint(self._command, self._run_dir, config.get("ckpt_path")))
         self._required: list[Requirement] = []
         self._trial: Path | None = None
         if self.subcommand == "fit":

@@ -55,8 +55,7 @@ def overview(command: str, part: str = "") -> str:
     kind = _CLASSES.get(part, part)
     definition = definition_of(kind)
     if definition is None:
-        named = [name for room in _ROOMS.values() for name, _ in summaries(room)]
-        raise ValueError(unknown("section", part, _SECTIONS) if part not in named else f"{part} has no options.")
+        raise ValueError(f"{unknown('section', part, _SECTIONS)} Also the name of a class of lightning_sym.")
     rows = list(_arguments(definition))
     return "\n".join([_summary(definition, part), "", *(line for row in rows for line in row)])
 

@@ -4,13 +4,15 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lightning_sym._measures import MEASURES
 from lightning_sym._runs import whole_lines
-from lightning_sym._text import unknown
+from lightning_sym._text import nearest, unknown
+from lightning_sym.cli.catalogue import definition_of, summaries
 from lightning_sym.cli.given import Tree, classes, merge, owned, read_given
 from lightning_sym.cli.requirements import Requirement, check_requirement
 from lightning_sym.recipes import recipe_of
@@ -18,6 +20,7 @@ from lightning_sym.recipes import recipe_of
 # Options of tasks and datamodules that are the folder of a zoo.
 _ZOOS = ("zoo", "other_zoo", "target_zoo", "initial")
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+_LIBRARIES = ("torchvision", "timm", "transformers")
 # Packages whose classes need not be trusted by name.
 _KNOWN = ("lightning_sym", "torch", "torchvision", "pytorch_lightning")
 
@@ -75,6 +78,27 @@ def check_files(files: Sequence[str]) -> None:
             raise FileNotFoundError(f"There is no file {os.path.abspath(file)}.")
         if file in files[:place]:
             raise ValueError(f"{file} is there twice; leave one of them out.")
+
+
+def check_network(name: str) -> None:
+    """Check that the module of a network exists; the class is looked for when it is imported.
+
+    Args:
+        name: As for ``--network``.
+
+    Raises:
+        ValueError: If there is no such module, or no such class of this package.
+    """
+    library, colon, _ = name.partition(":")
+    if os.path.isdir(name) or (colon and library in _LIBRARIES):
+        return
+    module = name.replace(":", ".").partition(".")[0]
+    if module != name and module.isidentifier() and module not in sys.modules and find_spec(module) is None:
+        raise ValueError(
+            f"There is no module {module!r}, which {name} needs; run this in its folder, or put that on PYTHONPATH."
+        )
+    if module == name and definition_of(name) is None:
+        raise ValueError(f"There is no class {name!r}.{nearest(name, [known for known, _ in summaries('networks')])}")
 
 
 def is_first_process() -> bool:

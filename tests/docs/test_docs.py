@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,45 @@ def test_a_folder_of_the_readers_own_runs_and_passes_its_tests(
         module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
         for test in (value for key, value in vars(module).items() if key.startswith("test_")):
             test(folder / "of-a-test")
+
+
+QUICK = {
+    "spectrum": ["--trainer.callbacks.steps=4", "--trainer.callbacks.trace_probes=2", "--trainer.callbacks.probes=1"],
+    "learning-coefficient": ["--trainer.callbacks.steps=8", "--trainer.callbacks.chains=3"],
+    "similarity": ["--model.measures=[cka_linear]"],
+    "curve": ["--trainer.max_epochs=1", "--trainer.callbacks.plane_points=3"],
+    "fit": ["--trainer.max_epochs=5"],  # the evidence is updated after the fifth
+}
+
+
+@pytest.mark.usefixtures("few_steps")
+@pytest.mark.filterwarnings("ignore:The learning rate comes to its lowest")  # fewer epochs than the guide has
+@pytest.mark.timeout(900)
+def test_commands_on_files_of_the_readers_own_run_in_their_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the installed program does: the folder is not on the module path until a command names a module in it."""
+    text = (ROOT / "docs" / "your-own.md").read_text()
+    files = {match[1]: block for block in blocks(text, "python") if (match := re.match(r"# (\w+)\.py\n", block))}
+    assert files.keys() == {"my_networks", "my_data", "my_tasks"}
+    for name, block in files.items():
+        Path(f"{name}.py").write_text(block)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    fields, labels = torch.randn(900, 1, 12, 12), torch.arange(900) % 3
+    torch.save({"x": fields, "y": labels}, "fields.pt")
+    namespace: dict[str, Any] = {}
+    exec(compile(files["my_networks"], "my_networks", "exec"), namespace)
+    for name in ("first.pt", "second.pt"):
+        torch.save(namespace["Plain"](width=8).state_dict(), name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
+    lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
+    assert len(lines) == 15
+    for line in lines:
+        _, name, *args = shlex.split(line)
+        own = [] if name == "import" else [*QUICK.get(name, []), QUIET[0]]
+        result = succeed(name, *args, *own)
+        assert name == "import" or re.search(r"picture +\S+", result.out), line
+        assert sys.path[-1] == str(folder)
 
 
 def test_the_network_of_a_guide_works_in_a_recipe_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
