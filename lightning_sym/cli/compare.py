@@ -83,7 +83,8 @@ def read_options(args: Sequence[str]) -> Asked:
         None if "table" not in given else str(given["table"]).removesuffix(".csv").removesuffix(".json"),
         _patterns(given.get("ignore")),
         None if "out" not in given else Path(str(given["out"])),
-        **{name: str(given[name]) for name in _CHOICES if name in given},
+        str(given.get("figures", "png")),
+        None if "figure_size" not in given else str(given["figure_size"]),
     )
 
 

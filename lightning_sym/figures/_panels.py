@@ -95,7 +95,8 @@ def label_for_people(figure: Figure) -> None:
             names = tick_names(axis)
             if names:
                 axis.set_major_formatter(FixedFormatter(without_common_prefix(list(map(readable_names, names)))))
-        for drawn in (*axes.lines, *axes.collections, *axes.patches, *axes.containers):
+        series: list[Any] = [*axes.lines, *axes.collections, *axes.patches, *axes.containers]
+        for drawn in series:
             drawn.set_label(readable_names(str(drawn.get_label())))
     ticks = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.get_ticklabels()}
     for text in figure.findobj(lambda one: isinstance(one, Text) and one not in ticks):

@@ -18,7 +18,7 @@ def tick_names(axis: Axis) -> list[str]:
     locator, formatter = axis.get_major_locator(), axis.get_major_formatter()
     if not isinstance(locator, FixedLocator) or not isinstance(formatter, FixedFormatter | FuncFormatter):
         return []
-    return [formatter(place, index) for index, place in enumerate(locator.locs)]
+    return [formatter(place, index) for index, place in enumerate(locator())]
 
 
 def separate(figure: Figure) -> None:
@@ -41,7 +41,7 @@ def _separate_names(axes: Axes, axis: Axis) -> bool:
     places = np.sort([label.get_transform().transform(label.get_position())[0 if across else 1] for label in shown])
     gap = float(np.diff(places).min())
     lines = max(label.get_text().count("\n") + 1 for label in shown)
-    high = 1.2 * lines * shown[0].get_fontsize() * axes.figure.dpi / 72  # type: ignore[union-attr]
+    high = 1.2 * lines * float(shown[0].get_fontsize()) * axes.figure.dpi / 72  # type: ignore[union-attr]
     slant = math.radians(shown[0].get_rotation())
     if across and slant == 0:
         boxes = [label.get_window_extent() for label in shown]
@@ -55,7 +55,7 @@ def _separate_names(axes: Axes, axis: Axis) -> bool:
         axis.set_tick_params(rotation=90)
     elif names:
         step = math.ceil(needed / gap)
-        axis.set_major_locator(FixedLocator(axis.get_majorticklocs()[::step]))
+        axis.set_major_locator(FixedLocator(list(axis.get_majorticklocs()[::step])))
         axis.set_major_formatter(FixedFormatter(names[::step]))
     elif across and axes.get_xscale() == "log":
         axis.set_minor_formatter(NullFormatter())

@@ -34,7 +34,7 @@ _BESIDE = 0.55  # inches of the labels on the left of a panel
 _FLAT = 0.6  # height of a panel over its width, by default
 _THIN = 0.75  # widths of lines in a paper, relative to those as drawn
 # Text remains text: letters as TrueType in PDF, words in SVG. Files of equal figures are equal.
-_RULES: dict[str, Any] = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "lightning_sym"}
+_RULES: Any = {"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "lightning_sym"}
 _METADATA: dict[str, dict[str, None]] = {"png": {}, "pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
 
@@ -132,7 +132,7 @@ def _fit(figure: Figure, width: float) -> None:
         shared.drop_repeated(panels, columns)
     for axes in panels:
         if axes.name == "3d":  # names of its axes are outside
-            axes.set_box_aspect(axes._box_aspect, zoom=0.84)  # type: ignore[attr-defined]
+            axes.set_box_aspect(axes._box_aspect, zoom=0.84)  # type: ignore[attr-defined, call-arg]
     for text in figure.findobj(Text):
         text.set_fontsize(_letters(text.get_fontsize()))
     for axes in figure.axes:
@@ -157,8 +157,8 @@ def _fit(figure: Figure, width: float) -> None:
         figure.set_figheight(max(1.2, high + sum(lacking)))
 
 
-def _letters(size: float) -> float:
-    return float(np.clip(0.75 * size, *_LETTERS))
+def _letters(size: float | str) -> float:
+    return float(np.clip(0.75 * float(size), *_LETTERS))
 
 
 def _axes_of(axes: Axes) -> list[Axis]:

@@ -83,7 +83,7 @@ class Merged(Tabular):
 
     def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the number of networks and rounds, and the mean distance to the average before and after."""
-        return f"Average of {len(self.elements)} networks, {self.rounds} rounds", [
+        return f"Average of {len(self.elements)} networks, rounds: {self.rounds}", [
             {"distance to the average": name, "root mean square": distance}
             for name, distance in zip(
                 ("before alignment", "after the match", *(f"round {n}" for n in range(1, len(self.distances)))),

@@ -64,7 +64,7 @@ class OrbitMinimum(Moved, Tabular):
         """Return the number of steps, and the objective before and after with the change of outputs."""
         end = "converged" if self.converged else "not converged"
         row = {"objective before": self.before, "after": self.after, "largest change of an output": self.change}
-        return f"Descent on the orbit: {len(self.history)} steps, {end}", [row]
+        return f"Descent on the orbit, steps: {len(self.history)}, {end}", [row]
 
 
 def minimize_on_orbit(

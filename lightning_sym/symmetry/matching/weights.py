@@ -58,7 +58,7 @@ class Match(Descended, Tabular):
     def titled_rows(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the method, and the distance and the objective before and after."""
         before, after = self.objective[0], self.objective[-1]
-        return f"Match by {self.method}, {self.sweeps} sweeps", [
+        return f"Match by {self.method}, sweeps: {self.sweeps}", [
             {"quantity": "distance", "before": self.distance_before, "after": self.distance_after},
             {"quantity": "objective", "before": before, "after": after},
         ]
