@@ -74,7 +74,8 @@ def publish_numbers(trainer: Trainer, values: Mapping[str, float], headline: str
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             metric = {}
-            if headline is not None and hasattr(logger, "headline"):  # the logger of a run folder
+            # The logger of a run folder has both attributes.
+            if headline is not None and hasattr(logger, "headline") and hasattr(logger, "numbers"):
                 logger.headline = headline
                 logger.numbers |= dict.fromkeys(values)
             elif headline is not None:

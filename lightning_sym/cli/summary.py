@@ -34,12 +34,12 @@ class RunSummary(ModelSummary):
 
 def trained(task: Any) -> str:
     """Return the network, the number of members and of parameters that are trained, and the task."""
-    parameters = [one for one in task.parameters() if one.requires_grad and not is_lazy(one)]
+    size = sum(one.numel() for one in task.parameters() if one.requires_grad and not is_lazy(one))
     members = len(getattr(task, "numbers", ()))
     here = len(getattr(task, "population", ()))
     parts = [
         *([_together(task, members)] if members else []),
-        f"{sum(one.numel() for one in parameters):,} trained parameters{' on this process' * (0 < here < members)}",
+        f"{size:,} trained parameter{'s' * (size != 1)}{' on this process' * (0 < here < members)}",
     ]
     return f"{_network(task)}: {', '.join(parts)} ({type(task).__name__})"
 

@@ -125,8 +125,9 @@ class RunTensorBoard(TensorBoardLogger):
             self._waiting = {}
             if self.headline is not None and self._hyperparameters:
                 writer = self.experiment._get_file_writer()
-                names = list(dict.fromkeys([self.headline, *self.numbers]))[:_TICKED]
-                for summary in _summaries(_flat(self._hyperparameters), names):
+                shown = [name for name in self.numbers if self.details or not is_detail(name)]
+                names = list(dict.fromkeys([self.headline, *shown]))
+                for summary in _summaries(_flat(self._hyperparameters), names[:_TICKED]):
                     writer.add_summary(summary)
                 self._hyperparameters = {}
         opened = self._file

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from commands import QUIET, SMALL, succeed
 from helpers import read_csv
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
 from pytorch_lightning.demos.boring_classes import BoringModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
 
+from lightning_sym.callbacks import publish_numbers
 from lightning_sym.cli.summary import RunSummary, trained
 from lightning_sym.cli.tensorboard import RunTensorBoard
 from lightning_sym.networks import MultiLayerPerceptron
@@ -91,6 +94,19 @@ def test_runs_of_one_or_two_epochs_show_points(built, epochs, points):
     succeed("fit", *SMALL, *QUIET, f"--trainer.max_epochs={epochs}")
     (board,) = [logger for logger in built.trainer.loggers if isinstance(logger, RunTensorBoard)]
     assert board.points is points
+
+
+@pytest.mark.parametrize("details", [True, False])
+def test_the_table_of_hyperparameters_has_the_main_number_and_the_next_four_that_are_logged(tmp_path, details):
+    board = RunTensorBoard(tmp_path / "run", details=details)
+    trainer = Trainer(logger=board)
+    trainer.logger.log_hyperparams({"lr": 0.1})
+    numbers = dict.fromkeys(("a", "details/b", "main", *"cdef"), 1.0)
+    publish_numbers(trainer, numbers, "main")
+    board.finalize("success")
+    about = EventAccumulator(str(tmp_path / "run")).Reload().PluginTagToContent("hparams")
+    infos = metadata.parse_experiment_plugin_data(about[metadata.EXPERIMENT_TAG]).metric_infos
+    assert [info.name.tag for info in infos] == (["main", "a", "details/b", "c", "d"] if details else ["main", *"acde"])
 
 
 @pytest.mark.parametrize("points", [True, False])
