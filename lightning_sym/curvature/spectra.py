@@ -257,18 +257,6 @@ class SpectralDensity:
         check_numbers("> 0", optional=True, width=width)
         return self.width if width is None else width
 
-    def moment(self, order: int) -> float:
-        """Return the mean over eigenvalues of a power, 0 to 2m - 1, up to the noise of the random vectors."""
-        check_integers(0, order=order)
-        return float((self.weights * self.nodes**order).sum(1).mean())
-
-    def trace(self) -> TraceEstimate:
-        """Return the trace, with its standard error over the random vectors (NaN for one)."""
-        values = self.size * (self.weights * self.nodes).sum(1)
-        error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        squared = self.size * self.moment(2)
-        return TraceEstimate(float(values.mean()), error, squared, self.products, max(1, len(values) - 1))
-
 
 def smoothed(values: Tensor, points: Tensor, width: float, weights: Tensor | None = None) -> Tensor:
     """Return the density of values, each smoothed by a Gaussian.
