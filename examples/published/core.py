@@ -235,6 +235,7 @@ class Result:
         chance: Share of the commonest class in the test data, %. Networks that are no better have not learned: no claim
             is judged by a row that has one.
         sizes: Beginnings of the labels of quantities that cannot be negative; ``""`` for all.
+        as_published: Whether ``runs`` have the source's settings already, or nothing depends on settings.
     """
 
     name: str
@@ -249,6 +250,7 @@ class Result:
     remark: str = ""
     chance: float | None = None
     sizes: tuple[str, ...] = ()
+    as_published: bool = False
 
 
 # ---- parts of claims and measures

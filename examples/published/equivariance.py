@@ -617,7 +617,7 @@ RESULTS: tuple[Result, ...] = (
     Result(
         "equivariance-mnist5k",
         "equivariance",
-        "table 1 and section 5.1, on 32x32",
+        "table 1 and figure 3, on 32x32",
         "The same labels with MNIST digits and eight blocks",
         _measured_mnist,
         (

@@ -159,7 +159,7 @@ RESULTS = (
     Result(
         "genni-paper",
         "genni",
-        "figures 1 and 2, section B.2",
+        "figures 1 and 2, section B.2 and table 2",
         "Two ReLU units, with the paper's settings",
         _paper,
         (
@@ -182,6 +182,7 @@ RESULTS = (
         ),
         tuple(Run(f"genni-paper-{seed}", "equivalence/two_relu_paper", (f"--model.seed={seed}",)) for seed in range(3)),
         sizes=("",),
+        as_published=True,
         remark=(
             "Teacher: the paper's seed 10, whose slopes have one sign, so that its class is known exactly "
             "([theory](theory/equivalence.md), 5.3). The three searches differ by their starts."
@@ -228,6 +229,7 @@ RESULTS = (
         ),
         (Run("genni-lenet-paper", "equivalence/lenet_paper", ("--trainer.callbacks.grids=[]",)),),
         remark="No ReLU on the output; 1,000 steps.",
+        as_published=True,
         sizes=("",),
     ),
     Result(

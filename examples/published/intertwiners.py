@@ -261,7 +261,7 @@ STITCHING = (
     Result(
         "stitching-families",
         "intertwiners",
-        "section 4, figure of stitching penalties (Myrtle CNN)",
+        "section 4, figure 1",
         "Stitching maps of several families",
         _families,
         (
@@ -296,7 +296,7 @@ STITCHING = (
     Result(
         "stitching-lasso",
         "intertwiners",
-        "appendix D, figure of sparsity (Myrtle CNN)",
+        "appendix D.6, figure 15",
         "Sparse stitching maps",
         _sparse,
         (
@@ -339,7 +339,7 @@ STITCHING = (
     Result(
         "stitching-residual",
         "intertwiners",
-        "section 4, figure of stitching penalties (ResNet-20), appendix E.9",
+        "section 4, figure 6, appendix E.9",
         "Stitching inside and outside residual blocks",
         _inside_and_outside,
         (
@@ -388,7 +388,7 @@ STITCHING = (
     Result(
         "stitching-leaky",
         "intertwiners",
-        "appendix D, leaky ReLU",
+        "appendix D.3, table 3 and figure 8",
         "Stitching with leaky ReLU",
         _slopes,
         (
@@ -518,7 +518,7 @@ ROTATION = (
     Result(
         "rotation-lenet",
         "intertwiners",
-        "section 3.3, figure of rotation penalties",
+        "section 3.3, figure 4",
         "Rotation test on LeNets",
         lambda runs: _rotated(runs, "rotation-lenet"),
         (
@@ -534,7 +534,7 @@ ROTATION = (
     Result(
         "rotation-myrtle",
         "intertwiners",
-        "section 3.3, figure of rotation penalties",
+        "section 3.3, figure 4",
         "Rotation test on CNNs without normalisation",
         lambda runs: _rotated(runs, "rotation-myrtle"),
         (_GROUP_BELOW,),
@@ -625,7 +625,7 @@ SIMILARITY = (
     Result(
         "similarity-layers",
         "intertwiners",
-        "section 5, table 2 and figures of CKA (Myrtle CNN)",
+        "section 5, table 2 and figure 5",
         "Similarity up to permutations and up to rotations",
         lambda runs: _similarities(runs["similarity-myrtle"]),
         (
@@ -663,7 +663,7 @@ SIMILARITY = (
     Result(
         "similarity-width",
         "intertwiners",
-        "section 5, tables 2 and 4",
+        "section 5, tables 2 and 4, figure 16",
         "Similarity and width",
         _two_widths,
         (
@@ -756,7 +756,7 @@ DISSECTION = (
     Result(
         "dissection-alpha",
         "intertwiners",
-        "section 6, figure of interpretable units over alpha",
+        "section 6, figure 3",
         "Interpretable units with and without ReLU",
         _alphas,
         (
@@ -835,6 +835,7 @@ RESULTS = (
             "and a rotation of two units."
         ),
         sizes=("",),
+        as_published=True,
     ),
     *STITCHING,
     *ROTATION,

@@ -1,4 +1,4 @@
-"""Writes docs/results.md and docs/results/ from the JSON files of all results: ``make results-page``."""
+"""Writes docs/results.md, docs/papers.md and docs/results/ from the files of all results: ``make results-page``."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typing import Any
 from lightning_sym.recipes import never_run, recipe_names
 from published import RESULTS
 from published.core import ACCURACY, ROOT, SOURCES, Claim, Quantity, Result, file_of, judged, quantities_of, save
+from published.exhibits import EXHIBITS
 
 DOCS = ROOT / "docs"
 Found = Mapping[str, Any]
@@ -18,7 +19,8 @@ _HOLDS = {"agrees": "yes", "partly": "partly", "disagrees": "no", "not decided":
 _TOP = """# Results
 
 Published claims, tested in miniature. Made from [files of runs](../benchmarks/results/papers) by `make results-page`,
-as are the pages of details, one per paper. No number is typed by hand.
+as are the pages of details, one per paper, and a list of all [figures and tables](papers.md). No number is typed by
+hand.
 
 ```bash
 python examples/papers.py --list              # list all results
@@ -31,6 +33,15 @@ Interrupted runs resume. The rule: a part of a claim holds or not where a 95 % i
 where two figures are compared; "no better" and "as good" have a margin, which the claim states. A claim holds (*yes*)
 if all of its parts do, and *partly* if some do. If none does, one decided part makes it *no*; else it is *undecided*.
 Networks that have not learned are no evidence. "Ours" lists means; details have intervals.
+"""
+_PAPERS = """# Figures and tables
+
+The figures and tables of the papers that this package follows (drawings left out), with their recipes, and whether they
+were made here. Made by `make results-page` from the headers of the [recipes](recipes.md) and the [results](results.md).
+
+- *yes*: with the paper's settings, to the end
+- *in miniature*: to the end, with smaller networks, data or grids
+- *not yet*: the recipe needs more than the machine had; tests run it for a batch of synthetic images
 """
 _DETAILS = """
 Brackets are 95 % intervals of means: from resampled networks where pairs share networks, Student's otherwise. Minutes
@@ -53,7 +64,7 @@ def pages(found: Mapping[tuple[str, bool], Found]) -> dict[Path, str]:
     """Return the text of all pages by their files: the summary, and the details of each source."""
     needs = "; ".join(dict.fromkeys(result.needs for result in RESULTS if result.needs)) or "data and a GPU"
     top = _TOP.format(example=RESULTS[0].name, needs=needs)
-    made = {DOCS / "results.md": "".join([top, _summary(found), _never_run(found)])}
+    made = {DOCS / "results.md": "".join([top, _summary(found), _never_run(found)]), DOCS / "papers.md": _papers(found)}
     for key, source in SOURCES.items():
         own = [result for result in RESULTS if result.source == key]
         if own:
@@ -101,6 +112,31 @@ def _never_run(found: Mapping[tuple[str, bool], Found]) -> str:
             own = [result for result in RESULTS if name in {run.recipe for run in result.full}]
             small = "; ".join(f"[{result.title}]({_place(result)})" for result in own)
             lines.append(_row([f"[`{name}`](../recipes/{name}.yaml)", small]))
+    return "".join(lines)
+
+
+def _papers(found: Mapping[tuple[str, bool], Found]) -> str:
+    """Return the page of all figures and tables, with the results that are about none of them at its end."""
+    words = [exhibit.made(found) for exhibit in EXHIBITS]
+    brief = [word.partition(":")[0] for word in words]
+    counts = ", ".join(f"{brief.count(word)} {word}" for word in sorted(set(brief), key=brief.index))
+    lines = [_PAPERS, f"\n{len(EXHIBITS)} figures and tables: {counts}.\n"]
+    columns = ["place", "content", "recipe", "results", "made here"]
+    shown = set()
+    for source in dict.fromkeys(exhibit.source for exhibit in EXHIBITS):
+        lines += [f"\n## {SOURCES[source].authors} ({SOURCES[source].year})\n\n", _row(columns), _row(["-"] * 5)]
+        for exhibit, made in zip(EXHIBITS, words, strict=True):
+            if exhibit.source == source:
+                shown |= {result.name for result in exhibit.results}
+                recipes = ", ".join(f"[`{name}`](../recipes/{name}.yaml)" for name in exhibit.recipes)
+                code = f"`{exhibit.describes}`" if "." in exhibit.describes else ""
+                own = ", ".join(f"[{result.name}]({_place(result)})" for result in exhibit.results)
+                lines.append(_row([exhibit.place, exhibit.shows, recipes or code, own, made]))
+    lines += ["\n## Results about other parts of the sources\n\n", _row(["source", "place", "result"]), _row(["-"] * 3)]
+    for result in RESULTS:
+        if result.name not in shown:
+            source = SOURCES[result.source]
+            lines.append(_row([f"{source.authors} {source.year}", result.place, f"[{result.title}]({_place(result)})"]))
     return "".join(lines)
 
 

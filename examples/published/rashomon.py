@@ -100,7 +100,7 @@ RESULTS = (
     Result(
         "rashomon-curves",
         "rashomon",
-        "procedure, first figure (after Garipov et al. 2018, figure 2)",
+        "procedure, first figure (after Garipov et al. 2018)",
         "A curve of low loss between two networks",
         _curves,
         (

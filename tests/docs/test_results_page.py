@@ -1,7 +1,9 @@
 """The page of published results, its files and its definitions agree; runs go on where they were."""
 
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 from helpers import assert_refused
 
 import papers
+from lightning_sym.recipes import recipe_header, recipe_names
 from published import RESULTS, core
 from published.core import (
     Claim,
@@ -28,6 +31,7 @@ from published.core import (
     together,
     within,
 )
+from published.exhibits import EXHIBITS, Exhibit, part_about, places
 from published.page import DOCS, pages, refreshed
 
 FOUND = refreshed()
@@ -41,7 +45,7 @@ def test_page_and_files_are_those_of_the_definitions():
                 assert json.loads(file.read_text()) == FOUND[result.name, full], f"make results-page: {file} is stale"
     for file, text in pages(FOUND).items():
         assert file.read_text() == text, f"make results-page: {file} is stale"
-    assert set((DOCS / "results").iterdir()) == set(pages(FOUND)) - {DOCS / "results.md"}
+    assert set((DOCS / "results").iterdir()) == set(pages(FOUND)) - {DOCS / "results.md", DOCS / "papers.md"}
     known = {file_of(result, full=full) for result in RESULTS for full in (False, True)}
     assert set(core.MEASURED.rglob("*.json")) <= known
 
@@ -52,6 +56,55 @@ def test_every_figure_is_on_the_page_of_its_source():
         result = next(result for result in RESULTS if result.name == name)
         for quantity in core.quantities_of(result, one):
             assert core.short(quantity.mean) in texts[DOCS / "results" / f"{result.source}.md"], quantity.label
+
+
+# ---- the page of all figures and tables
+
+
+def test_page_of_figures_has_all_results_and_links_to_recipes_that_exist():
+    text = pages(FOUND)[DOCS / "papers.md"]
+    addresses = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", text)
+    assert [address for address, _ in addresses if not (DOCS / address).is_file()] == []
+    anchors = {anchor for _, anchor in addresses if anchor}
+    assert anchors == {re.sub(r"[^a-z0-9-]", "", result.title.lower().replace(" ", "-")) for result in RESULTS}
+    assert len({(exhibit.source, exhibit.place) for exhibit in EXHIBITS}) == len(EXHIBITS)
+    for exhibit in EXHIBITS:
+        room, _, name = exhibit.describes.partition(".")
+        assert not name or hasattr(importlib.import_module(f"lightning_sym.{room}"), name)
+
+
+def test_every_figure_that_a_result_or_recipe_names_is_on_the_page():
+    known = {source: {e.place for e in EXHIBITS if e.source == source} for source in {e.source for e in EXHIBITS}}
+    for result in RESULTS:
+        if result.source in known:
+            assert places(result.place) <= known[result.source], result.name
+    for name in recipe_names():
+        for source, own in known.items():
+            assert places(part_about(source, recipe_header(name)["source"])) <= own, name
+    assert sum(bool(exhibit.recipes) for exhibit in EXHIBITS) > 25
+
+
+def test_figures_are_made_as_far_as_their_results_are():
+    table = {(exhibit.source, exhibit.place): exhibit for exhibit in EXHIBITS}
+    stitching = table["intertwiners", "figure 1"]
+    assert stitching.recipes == ["stitching/cifar10_myrtle"]
+    assert [result.name for result in stitching.results] == ["stitching-families"]
+    assert stitching.made({("stitching-families", True): {}}) == "yes"
+    assert stitching.made({("stitching-families", False): {}}) == "in miniature"
+    assert stitching.made({}) == "not yet: needs CIFAR-10 and a GPU"
+    assert table["genni", "figure 1"].made({("genni-paper", False): {}}) == "yes"  # its runs are as published
+    assert table["intertwiners", "figure 26"].made({}) == "nothing to run"
+    assert Exhibit("intertwiners", "figure 99", "none").made(FOUND) == "no recipe"
+
+
+def test_places_are_read_in_enumerations():
+    assert places("Tables 2 and 4, figures 1, 3 to 5: seed 10") == {
+        *("table 2", "table 4"),
+        *("figure 1", "figure 3", "figure 4", "figure 5"),
+    }
+    assert places("figure 10, section 4 and appendix D.2") == {"figure 10"}
+    assert part_about("intertwiners", "X (arXiv 2205.14258), figure 3; figure 4") == "), figure 3"
+    assert part_about("intertwiners", "X (arXiv 2310.06131), figure 3") == ""
 
 
 def test_page_names_networks_that_are_no_better_than_one_class():
