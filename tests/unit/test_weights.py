@@ -297,7 +297,10 @@ def test_regressors_are_imported_with_their_squared_distance():
         ("--network=my_networks.Placed --out=zoo a.pt", "Placed takes width by its position only, and options have"),
         ("--network=my_networks.Placed --network.width=4 --out=zoo a.pt", "takes it by name and returns Placed(...)"),
         ("--network=my_networks.Starred --network.widths=[4] --out=zoo a.pt", "Starred takes *widths by its position"),
-        ("--network=my_networks.Plain --out=zoo a.pt --data=Digits", "data: Unknown class 'Digits'; give its full path, or"),
+        (
+            "--network=my_networks.Plain --out=zoo a.pt --data=Digits",
+            "data: Unknown class 'Digits'; give its full path, or",
+        ),
     ],
 )
 def test_the_command_line_says_what_is_wrong(options, says):
