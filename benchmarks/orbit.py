@@ -3,15 +3,13 @@
 A step acts on the weights, runs the network forward and backward, pulls the derivative back to the group, and composes
 elements. Variants take turns, so that drifts in the machine's speed affect all; processor time is measured::
 
-    OMP_NUM_THREADS=1 python benchmarks/orbit.py                 # everything, some minutes
-    OMP_NUM_THREADS=1 python benchmarks/orbit.py --only vision   # small vision transformers, about a minute
+    OMP_NUM_THREADS=1 python benchmarks/orbit.py   # small vision transformers, about a minute
 
 Prints tables and writes them to ``benchmarks/results/orbit-<device>.json`` and ``.md``.
 
 Plain reference: the objective and its derivative by all weights that move, at the same weights and batch.
 """
 
-import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +23,6 @@ from lightning_sym.orbit import Objective, OrbitDirections, quantization_error, 
 from lightning_sym.orbit.problem import OrbitProblem
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.symmetry.proof import double, double_copy
-from lightning_sym.symmetry.tracing.calls import Call
 
 
 def steps_of(symmetry: Symmetry, network: nn.Module, batch: Any, objective: Objective, at_once: int) -> Runs:
@@ -91,29 +88,10 @@ def measure_vision(rounds: int) -> Results:
     return found
 
 
-def measure_gpt2(rounds: int) -> Results:
-    """Time steps on GPT-2 with 124 million weights, by rotations, scales and cells."""
-    if not importlib.util.find_spec("transformers"):
-        return []
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    network = GPT2LMHeadModel(GPT2Config()).eval()
-    batch = Call((torch.randint(50257, (1, 64)),))
-    symmetry = trace_symmetry(network, batch.positional[0][:1, :16], check=False)
-    runs = steps_of(symmetry, network, batch, quantization_error(4, "channel"), 1)
-    return [
-        result(
-            "GPT-2, 124 million weights, rounded to 4 bits: a step of 64 tokens",
-            timed(runs, rounds, clock=time.process_time),
-        )
-    ]
-
-
 def main() -> None:
     """Run the benchmarks."""
     options = parser(__doc__, 15)
-    parts: dict[str, Callable[[int], Results]] = {"vision": measure_vision, "gpt2": measure_gpt2}
+    parts: dict[str, Callable[[int], Results]] = {"vision": measure_vision}
     options.add_argument("--only", nargs="*", choices=list(parts))
     chosen = options.parse_args()
     run("orbit", {name: lambda part=part: part(chosen.rounds) for name, part in parts.items()}, chosen.only,
