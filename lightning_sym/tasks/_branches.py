@@ -16,6 +16,7 @@ from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.stitching import CutNetwork, StitchedNetwork
 from lightning_sym.tasks._members import ZooUserTask
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
+from lightning_sym.tasks.population_interface import ByMember, Rows
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -193,18 +194,14 @@ class BranchTask(ZooUserTask):
         """Penalties by kind, and the training loss."""
         return {"validation penalty by kind": "penalty/[^/]+$", "training loss": "train/loss$"}
 
-    def summary(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def summary(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Return the mean training loss, or :meth:`quantities`."""
         if split == "train":
             losses = running["loss"].values()
             return {"train/loss": math.fsum(losses) / len(losses)} if losses else {}
         return self.quantities(values, split)
 
-    def each(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def each(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Return the values of branches, and of the members."""
         members = {name: zip(self.members, row[len(self.branches) :], strict=False) for name, row in values.items()}
         return super().each(split, running, values) | {

@@ -3,10 +3,13 @@
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from itertools import chain, combinations
+from typing import Any, Literal
 
 from lightning_sym._text import other_settings
 from lightning_sym.networks import Network, build
+from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
 from lightning_sym.zoo import example_input as example_input
@@ -18,11 +21,18 @@ class ZooUserTask(PopulationTask):
     """A task on the networks of zoos, which are known once these are open.
 
     All networks see the same batches, and several processes share out the data.
+
+    Attributes:
+        zoo: Folder of the zoo; a subclass sets it.
+        allow: Packages that an architecture may name; a subclass sets it.
     """
 
     own_batches = False
     places_members = False
+    zoo: str
+    allow: tuple[str, ...]
     _built = False
+    _opened: ModelZoo | None = None
 
     @abstractmethod
     def build(self) -> None:
@@ -42,9 +52,20 @@ class ZooUserTask(PopulationTask):
         """
         super().setup(stage)
         self._prepare()
-        data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         for zoo, number in self.zoos.values():
-            check_data(zoo, number, data, trial=trial)
+            check_data(zoo, number, self.data, trial=bool(self.trainer.fast_dev_run))  # type: ignore[attr-defined]
+
+    @property
+    def data(self) -> Any:
+        """The datamodule of the run; None without one."""
+        return getattr(self._trainer, "datamodule", None)
+
+    @property
+    def model_zoo(self) -> ModelZoo:
+        """The zoo, opened when it is first asked for."""
+        if self._opened is None:
+            self._opened = ModelZoo.open(self.zoo, allow=self.allow)
+        return self._opened
 
     def _prepare(self) -> None:
         if not self._built:
@@ -55,6 +76,58 @@ class ZooUserTask(PopulationTask):
         """Make the population, of the networks that ``setup`` has built."""
         self._prepare()
         super().configure_model()
+
+
+class PairTask(ZooUserTask):
+    """A task on pairs of the members of one zoo.
+
+    Args:
+        zoo: Folder of the zoo.
+        pairs: ``"all"``, or lists of two members' numbers.
+        allow: As for :meth:`ModelZoo.open`.
+        settings: Arguments of :class:`PopulationTask`.
+
+    Attributes:
+        pairs: The pairs; before ``setup`` they are known only if they were given.
+    """
+
+    def __init__(
+        self, zoo: str, pairs: Literal["all"] | list[list[int]], allow: Sequence[str] | None, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.zoo = str(zoo)
+        self.pairs: list[Pair] = [] if pairs == "all" else check_pairs(pairs)
+        self.allow = tuple(allow or ())
+        self._members: dict[int, Network] = {}
+
+    def open_pairs(self, what: str) -> None:
+        """Open the zoo and load the members of all pairs.
+
+        Args:
+            what: What needs two members, for the message.
+        """
+        zoo = self.model_zoo
+        require_two(zoo, what)
+        self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
+        numbers = sorted(set(chain.from_iterable(self.pairs)))
+        require_members(zoo, numbers)
+        self._members = {number: zoo.load(number) for number in numbers}
+
+    @property
+    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
+        """The zoo, with the number of one member; after ``setup``."""
+        return {"zoo": (self.model_zoo, self.pairs[0][0])}
+
+    def member(self, number: int) -> Network:
+        """Return a member of the zoo, in evaluation mode; it is shared, so do not change it."""
+        return self._members[number]
+
+    @cached_property
+    def symmetry(self) -> Symmetry:
+        """The symmetry of the networks; traced when it is first asked for."""
+        number = self.pairs[0][0]
+        first = self.member(number)
+        return trace_symmetry(first, example_input(self.model_zoo, number, first, self.data))
 
 
 def given_network(network: object, allow: Sequence[str] | None) -> Network:

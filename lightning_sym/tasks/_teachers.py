@@ -1,18 +1,13 @@
 """Sources of a teacher: a seed, numbers, a member of a zoo, or a file of weights."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from pickle import UnpicklingError
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from lightning_sym.networks import Network, architecture_name
-from lightning_sym.weights import check_numbers_alike
+from lightning_sym.weights import fit_weights, read_weights
 from lightning_sym.zoo import ModelZoo
 
 Teacher: TypeAlias = int | str | list[float]
@@ -100,7 +95,7 @@ def load_teacher(
         else:
             found = copy.deepcopy(network)
             if isinstance(teacher, str):
-                _load(found, Path(teacher))
+                found.load_state_dict(fit_weights(read_weights(teacher), found, source=teacher))
             else:
                 _fill(found, teacher)
         found = found.eval()
@@ -122,33 +117,3 @@ def _fill(network: Network, weights: Sequence[float]) -> None:
     with torch.no_grad():
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.copy_(part.view_as(parameter))  # stays on its device, like the buffers
-
-
-def _load(network: Network, file: Path) -> None:
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"No teacher at {file.absolute()}; give a file of weights (.safetensors, or a state dict written by "
-            "torch.save), a seed, or the folder of a zoo as zoo."
-        )
-    try:
-        state: Any = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
-        raise ValueError(
-            f"The teacher's file {file} cannot be read ({type(error).__name__}); give a .safetensors file, or a state "
-            "dict written by torch.save."
-        ) from error
-    if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
-        state = state["state_dict"]
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"The teacher's file {file} holds no state dict (tensors by name); save network.state_dict().")
-    own = network.state_dict(keep_vars=True)
-    for name in state.keys() & own.keys():
-        check_numbers_alike(state[name], own[name], name, str(file))
-    try:
-        network.load_state_dict(dict(state))
-    except RuntimeError as error:
-        first = str(error).splitlines()[1:2] or [str(error)]
-        raise ValueError(
-            f"The weights of {file} do not fit {architecture_name(network)}: {first[0].strip()} Give the network that "
-            "they are of."
-        ) from error

@@ -5,8 +5,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lightning_sym._checks import check_integers
-from lightning_sym._text import unknown
+from lightning_sym._checks import check_different, check_integers, check_known
 from lightning_sym.landscape import AnalyticLandscape, LearningCoefficientEstimate, analytic_landscapes
 from lightning_sym.tasks._untrained import UntrainedTask
 
@@ -57,15 +56,12 @@ class AnalyticLandscapesTask(UntrainedTask):
         super().__init__()
         known = {one.name: one for one in analytic_landscapes()}
         names = list(known) if landscapes == "all" else landscapes
-        if isinstance(names, str) or not names or len(set(names)) < len(names):
-            raise ValueError(f'landscapes must be "all" or a list of different names, got {landscapes!r}.')
+        check_different("landscapes", names)
         for name in names:
-            if name not in known:
-                raise ValueError(unknown("landscape", name, known))
+            check_known("landscape", name, known)
         check_integers(0, seed=seed)
-        for least, name, value in ((3, "chains", chains), (8, "steps", steps)):
-            if value is not None:
-                check_integers(least, **{name: value})
+        check_integers(3, optional=True, chains=chains)
+        check_integers(8, optional=True, steps=steps)
         self.landscapes = [known[name] for name in names]  # not registered: there is nothing to train
         self.changes = {name: value for name, value in (("chains", chains), ("steps", steps)) if value is not None}
         self.seed = seed

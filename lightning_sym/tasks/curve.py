@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, combinations, islice, product
+from itertools import islice, product
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -12,28 +12,14 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym._checks import check_different, check_integers, check_numbers, check_words
 from lightning_sym.connectivity import Curve, CurveNetwork, curve_coefficients
 from lightning_sym.connectivity.curves import KINDS, CurveKind
 from lightning_sym.landscape import weight_vector
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError, batch_norms, recalibrate_batch_norm
-from lightning_sym.symmetry import (
-    ActivationMoments,
-    Symmetry,
-    activation_matching,
-    trace_symmetry,
-    weight_matching,
-)
-from lightning_sym.tasks._members import (
-    Pair,
-    ZooUserTask,
-    check_pairs,
-    example_input,
-    pair_name,
-    require_members,
-    require_two,
-)
+from lightning_sym.symmetry import ActivationMoments, activation_matching, weight_matching
+from lightning_sym.tasks._members import Pair, PairTask, pair_name
 from lightning_sym.tasks.metrics import PopulationLoss
 from lightning_sym.zoo import ModelZoo
 
@@ -57,7 +43,7 @@ class CurveName(NamedTuple):
         return f"pair-{pair_name(self.pair)}/{self.kind}"
 
 
-class CurveTask(ZooUserTask):
+class CurveTask(PairTask):
     r"""Train low-loss curves in weight space between pairs of members of a zoo.
 
     The endpoints of a curve are fixed networks of the zoo, and its bends are initialised on the segment between them.
@@ -139,6 +125,9 @@ class CurveTask(ZooUserTask):
         allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__(
+            zoo,
+            pairs,
+            allow,
             seed=seed,
             execution=execution,
             loss=loss,
@@ -147,8 +136,7 @@ class CurveTask(ZooUserTask):
             lr_scheduler_interval=lr_scheduler_interval,
             keep=keep,
         )
-        if isinstance(kinds, str) or not kinds or len(set(kinds)) < len(kinds) or set(kinds) - set(KINDS):
-            raise ValueError(f"kinds must be a list of different ones of {', '.join(KINDS)}, got {kinds!r}.")
+        check_different("kinds", kinds, KINDS)
         check_words(("matched", matched, MATCHED))
         check_integers(bends=bends, places=places, recalibration_batches=recalibration_batches)
         check_numbers(">= 0", decay=decay)
@@ -157,32 +145,15 @@ class CurveTask(ZooUserTask):
                 f"The optimizer has weight_decay {self._settings['weight_decay']}, which would draw the bends to 0 and "
                 "not the points of the curve; set it to 0 and use decay of CurveTask."
             )
-        self.pairs = [] if pairs == "all" else check_pairs(pairs)
-        self.zoo = str(zoo)
         self.kinds: tuple[CurveKind, ...] = tuple(kinds)
         self.bends, self.matched, self.decay = bends, matched, decay
         self.places, self.recalibration_batches = places, recalibration_batches
-        self.allow = tuple(allow or ())
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "loss"])
         self.save_hyperparameters({"kinds": list(kinds), **self.describe()})
-        self._members: dict[int, Network] = {}
         self._moved: dict[tuple[Pair, str], Network] = {}
-        self._opened: ModelZoo | None = None
-        self._symmetry: Symmetry | None = None
         self._points: dict[int, list[dict[str, Tensor]]] = {}  # evaluated points, by member
 
     # ---- the zoo, and the ends of the curves
-
-    @property
-    def model_zoo(self) -> ModelZoo:
-        """The zoo, opened; after ``setup``."""
-        assert self._opened is not None
-        return self._opened
-
-    @property
-    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
-        """The zoo, with the number of one member; after ``setup``."""
-        return {"zoo": (self.model_zoo, self.pairs[0][0])}
 
     @property
     def names(self) -> list[CurveName]:
@@ -194,20 +165,11 @@ class CurveTask(ZooUserTask):
         """The places of the curves in :attr:`names`."""
         return list(range(len(self.names)))
 
-    def member(self, number: int) -> Network:
-        """Return a member of the zoo, in evaluation mode; it is shared, so do not change it."""
-        return self._members[number]
-
     def build(self) -> None:
         """Open the zoo, load members, and match them if that is wanted."""
-        zoo = ModelZoo.open(self.zoo, allow=self.allow)
-        require_two(zoo, "A curve")
-        self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
-        require_members(zoo, chain.from_iterable(self.pairs))
-        self._members = {number: zoo.load(number) for number in sorted({n for pair in self.pairs for n in pair})}
-        self._opened = zoo
+        self.open_pairs("A curve")
         for pair in self.pairs:
-            _check_ends(zoo, pair, *map(self.member, pair))
+            _check_ends(self.model_zoo, pair, *map(self.member, pair))
             if self._trainer is not None:  # now, as Lightning makes members on its own device
                 self.end(pair, self.matched)
 
@@ -237,25 +199,14 @@ class CurveTask(ZooUserTask):
             self._moved[pair, matched] = match.network
         return self._moved[pair, matched]
 
-    @property
-    def symmetry(self) -> Symmetry:
-        """The symmetry of the networks; traced when it is first asked for."""
-        if self._symmetry is None:
-            number = self.pairs[0][0]
-            data = getattr(self._trainer, "datamodule", None)
-            example = example_input(self.model_zoo, number, self.member(number), data)
-            self._symmetry = trace_symmetry(self.member(number), example)
-        return self._symmetry
-
     def _training_batches(self, what: str) -> Iterable[Any]:
         """Return this rank's training images, not augmented."""
-        data = getattr(self._trainer, "datamodule", None)
-        if not hasattr(data, "curvature_dataloader"):
+        if not hasattr(self.data, "curvature_dataloader"):
             raise ValueError(
                 f"CurveTask {what} on training data, and these have no curvature_dataloader; use a datamodule of "
                 "lightning_sym.datamodules."
             )
-        batches: Iterable[Any] = data.curvature_dataloader()  # type: ignore[union-attr]
+        batches: Iterable[Any] = self.data.curvature_dataloader()
         return batches
 
     # ---- curves as members

@@ -113,8 +113,7 @@ class DissectionTask(UntrainedTask):
         super().__init__()
         if not isinstance(zoos, Mapping) or not zoos:
             raise ValueError(f"zoos must be folders of zoos by their names, as {{relu: runs/zoo/zoo}}, got {zoos!r}.")
-        if members is not None:
-            check_integers(members=members)
+        check_integers(optional=True, members=members)
         points = ALPHAS if alphas is None else tuple(alphas)
         for alpha in points:
             check_numbers("in [0, 1]", alphas=alpha)

@@ -147,12 +147,11 @@ class EquivalenceTask(PopulationTask):
         allow: Sequence[str] | None = None,
     ) -> None:
         network = None if network is None else given_network(network, allow)
-        given = {"members": members, "points": points, "round_steps": round_steps, "max_rounds": max_rounds}
-        check_integers(**{name: number for name, number in given.items() if number is not None})
+        check_integers(optional=True, members=members, round_steps=round_steps)
+        check_integers(points=points, max_rounds=max_rounds)
         check_integers(0, seed=seed)
         check_numbers("> 0", tolerance=tolerance, held_out=held_out)
-        for milestone in milestones:
-            check_numbers("> 0", **{"each of milestones": milestone})
+        check_numbers("> 0", **{f"milestones[{place}]": milestone for place, milestone in enumerate(milestones)})
         check_words(("execution", execution, ("auto", "loop", "vmap")))
         if max_rounds > 1 and round_steps is None:
             raise ValueError(

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym._checks import check_known
 from lightning_sym._loading import LoadsTrusted
-from lightning_sym._text import unknown
 from lightning_sym.curvature import GaussianPrior
+from lightning_sym.curvature.blocks import check_targets
 from lightning_sym.networks import NetworkOrModule
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.tasks._members import given_network
@@ -73,8 +74,7 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
         allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if lr_scheduler_interval not in ("epoch", "step"):
-            raise ValueError(unknown("lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")))
+        check_known("lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step"))
         network = given_network(network, allow)
         self.network = network
         self.prior = GaussianPrior(
@@ -134,19 +134,10 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
         """Return the mean loss of a batch and add it to a split's sums."""
         inputs, targets = batch[:2]
         outputs = self(inputs)
+        check_targets(outputs, targets, self.likelihood)
         if self.likelihood == "regression":
-            if targets.shape != outputs.shape:
-                raise ValueError(
-                    f"Regression targets must have the shape of the outputs, {list(outputs.shape)}, got "
-                    f"{list(targets.shape)}; reshape them in the datamodule."
-                )
             loss: Tensor = (outputs - targets).square().sum() / len(outputs)
         else:
-            if targets.shape != outputs.shape[:1] or targets.is_floating_point():
-                raise ValueError(
-                    f"Labels must be class indices of shape [{len(outputs)}], got {targets.dtype} of shape "
-                    f"{list(targets.shape)}; for values choose likelihood regression."
-                )
             loss = F.cross_entropy(outputs, targets.long())
         row = torch.zeros(1, dtype=torch.int64, device=outputs.device)
         metrics.add_step(row, loss.detach()[None], len(inputs), outputs.detach()[None], targets[None])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sym._checks import check_different
 from lightning_sym.networks import Network, NetworkOrModule
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import example_input
@@ -55,8 +56,7 @@ class FineTuneTask(ZooTask):
         loss: Callable[[Any, Any], Any] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
-        if not tasks or len(set(tasks)) < len(tasks):
-            raise ValueError(f"tasks must be a list of different tasks, got {tasks!r}.")
+        check_different("tasks", tasks, of="tasks")
         self.tasks = list(tasks)
         self.zoo = str(zoo)
         super().__init__(

@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, combinations
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -13,33 +12,18 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_different, check_integers, check_known, check_numbers
 from lightning_sym._distributed import gathered, together
 from lightning_sym._tags import details
 from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.population import Population
-from lightning_sym.symmetry import (
-    ActivationMoments,
-    Element,
-    Symmetry,
-    activation_matching,
-    trace_symmetry,
-    weight_matching,
-)
+from lightning_sym.symmetry import ActivationMoments, Element, activation_matching, weight_matching
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
-from lightning_sym.tasks._members import (
-    Pair,
-    ZooUserTask,
-    check_pairs,
-    example_input,
-    pair_name,
-    require_members,
-    require_two,
-)
+from lightning_sym.tasks._members import Pair, PairTask, pair_name
 from lightning_sym.tasks._midpoints import MidpointPopulation, element_of, element_tensors
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
-from lightning_sym.zoo import ModelZoo
+from lightning_sym.tasks.population_interface import ByMember, Rows
 
 T = TypeVar("T")
 Method = Literal[
@@ -67,7 +51,7 @@ PARTS: dict[Method, tuple[str, ...]] = {
 }
 
 
-class MatchingTask(ZooUserTask):
+class MatchingTask(PairTask):
     r"""Match pairs of members of a zoo, by one or more methods, all pairs in one fit.
 
     For a pair ``(i, j)`` every method looks for an element :math:`\pi` of the networks' symmetry group (permutations
@@ -147,7 +131,6 @@ class MatchingTask(ZooUserTask):
     """
 
     population: MidpointPopulation
-    symmetry: Symmetry
 
     def __init__(
         self,
@@ -165,12 +148,10 @@ class MatchingTask(ZooUserTask):
         methods = USUAL if methods is None else methods
         if optimizer is None and set(methods) & set(DESCENDING):  # coordinates have several units
             optimizer = partial(torch.optim.Adam, lr=0.003)
-        super().__init__(loss=loss, optimizer=optimizer)
+        super().__init__(zoo, pairs, allow, loss=loss, optimizer=optimizer)
         for method in [methods] if isinstance(methods, str) else methods:
-            if method not in METHODS:
-                raise ValueError(unknown("method", method, METHODS))
-        if isinstance(methods, str) or not methods or len(set(methods)) < len(methods):
-            raise ValueError(f"methods must be a list of different ones of {', '.join(METHODS)}, got {methods!r}.")
+            check_known("method", method, METHODS)
+        check_different("methods", methods, METHODS)
         if "straight_through" in methods and set(methods) & set(DESCENDING):
             raise ValueError(
                 "methods may hold straight_through or orbit_descent and soft_maps, not both: their optimizers differ; "
@@ -178,14 +159,11 @@ class MatchingTask(ZooUserTask):
             )
         check_integers(restarts=restarts)
         check_numbers(">= 0", keep_function=keep_function)
-        self.pairs = [] if pairs == "all" else check_pairs(pairs)
-        self.zoo = str(zoo)
         self.methods: tuple[Method, ...] = tuple(method for method in METHODS if method in methods)
         self.restarts = restarts
         self.scales = scales
         self.signs = signs
         self.keep_function = keep_function
-        self.allow = tuple(allow or ())
         self.save_hyperparameters(ignore=["optimizer", "loss"])
         self.save_hyperparameters({name: self.describe()[name] for name in ("_class_path", "loss_name")})
 
@@ -193,8 +171,6 @@ class MatchingTask(ZooUserTask):
         self._start: dict[int, Element] = {}  # where the training of each member begins
         self._moments: dict[Pair, ActivationMoments] | None = None
         self._midpoints: dict[int, dict[str, Tensor]] = {}  # by row of the metric
-        self._members: dict[int, Network] = {}
-        self._opened: ModelZoo | None = None
 
     # ---- the zoo
 
@@ -202,16 +178,6 @@ class MatchingTask(ZooUserTask):
     def trained(self) -> tuple[Method, ...]:
         """The methods that train."""
         return tuple(method for method in self.methods if method in TRAINED)
-
-    @property
-    def model_zoo(self) -> ModelZoo:
-        """The zoo, opened; after ``setup``."""
-        assert self._opened is not None
-        return self._opened
-
-    def member(self, number: int) -> Network:
-        """Return a member, in evaluation mode and without gradients; it is shared, so do not change it."""
-        return self._members[number]
 
     def matched(self, pair: Pair, method: str) -> Network:
         """Return the second network of a pair as a method has moved it; of ``"unmatched"`` a copy of itself.
@@ -236,25 +202,12 @@ class MatchingTask(ZooUserTask):
         assert isinstance(moved, Network)
         return moved
 
-    @property
-    def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
-        """The zoo, with the number of one member; after ``setup``."""
-        return {"zoo": (self.model_zoo, self.pairs[0][0])}
-
     def build(self) -> None:
         """Open the zoo, load the members and find their symmetry."""
-        zoo = ModelZoo.open(self.zoo, allow=self.allow)
-        require_two(zoo, "Matching")
-        self.pairs = self.pairs or list(combinations(zoo.numbers, 2))
-        require_members(zoo, chain.from_iterable(self.pairs))
-        members = {number: zoo.load(number) for number in sorted({number for pair in self.pairs for number in pair})}
-        for network in members.values():
+        self.open_pairs("Matching")
+        for network in self._members.values():
             network.requires_grad_(False)
-        first = members[self.pairs[0][0]]
-        self.symmetry = trace_symmetry(
-            first, example_input(zoo, self.pairs[0][0], first, getattr(self._trainer, "datamodule", None))
-        )
-        self._opened, self._members = zoo, members
+        _ = self.symmetry  # now, as Lightning makes members on its own device
 
     # ---- pairs as members
 
@@ -512,15 +465,11 @@ class MatchingTask(ZooUserTask):
         """The mean over the trained pairs."""
         return f"midpoint_loss/{(*self.trained, self.methods[-1])[0]}"
 
-    def each(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def each(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Return nothing: single pairs are in the summary."""
         return {}
 
-    def summary(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def summary(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Return the means over pairs by method, and as details the values of all pairs."""
         found: dict[str, float] = {}
         for quantity, row in values.items():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._distributed import gathered, rank, ranks, wide_device
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
@@ -122,8 +122,7 @@ class OrbitTask(UntrainedTask):
         allow: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if members is not None:
-            check_integers(members=members)
+        check_integers(optional=True, members=members)
         check_integers(images=images, steps=steps)
         check_integers(0, orbit_seed=orbit_seed)
         check_numbers("> 0", lr=lr)
@@ -136,8 +135,7 @@ class OrbitTask(UntrainedTask):
         if "trained" not in self.arms or len(set(self.arms)) < len(self.arms):
             raise ValueError(f'arms must be different, "trained" among them, got {list(self.arms)}.')
         for arm in self.arms:
-            if arm not in (*GIVEN, *DESCENTS):
-                raise ValueError(unknown("arm", arm, (*GIVEN, *DESCENTS)))
+            check_known("arm", arm, (*GIVEN, *DESCENTS))
             self._objective(arm, self.settings[0])
         for setting in self.settings:
             self._objective("trained", setting)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from pytorch_lightning import LightningModule
@@ -15,6 +15,11 @@ from lightning_sym._text import name_of_callable, ranges
 from lightning_sym.population import LoopPopulation, Loss, Population, VmapPopulation
 from lightning_sym.tasks.losses import CrossEntropy
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
+
+ByMember: TypeAlias = Mapping[str, Mapping[int, float]]
+"""Values of members, by quantity and number."""
+Rows: TypeAlias = Mapping[str, list[float]]
+"""Values of members, by quantity, in the order of a metric's rows."""
 
 
 class PopulationInterface(LoadsTrusted, LightningModule):
@@ -122,9 +127,7 @@ class PopulationInterface(LoadsTrusted, LightningModule):
         """Return the tag of a member's value, after ``details/``."""
         return f"{split}/{quantity}/member-{number:04d}"
 
-    def summary(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def summary(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Summarise all members for the logger: means and extremes, at most about 30 values.
 
         Args:
@@ -139,9 +142,7 @@ class PopulationInterface(LoadsTrusted, LightningModule):
                 found |= {f"{split}/{name}/min": min(own), f"{split}/{name}/max": max(own)}
         return found
 
-    def each(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def each(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Return the logged details of single members; arguments as for :meth:`summary`."""
         return {self.tag(split, name, n): value for name, numbers in running.items() for n, value in numbers.items()}
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from lightning_sym._checks import check_different
 from lightning_sym._distributed import device_of
 from lightning_sym.landscape.pruning import (
     MagnitudePruning,
@@ -25,6 +26,7 @@ from lightning_sym.networks.narrowing import Axis
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import ZooUserTask, example_input
+from lightning_sym.tasks.population_interface import ByMember, Rows
 from lightning_sym.zoo import ModelZoo
 
 
@@ -157,13 +159,12 @@ class RashomonPruning(ZooUserTask):
     ) -> None:
         super().__init__(loss=loss, optimizer=optimizer)
         epsilons = list(epsilon) if isinstance(epsilon, Sequence) else [epsilon]
-        if not epsilons or len(set(epsilons)) < len(epsilons):
-            raise ValueError(f"epsilon must be a number > 0 or a list of different ones, got {epsilon!r}.")
+        check_different("epsilon", epsilons, of="numbers > 0")
         self.settings = {
             each: PruningSettings(each, steps, penalty, penalty_end, fraction, tries, cooldown) for each in epsilons
         }
-        if members != "all" and (not members or len(set(members)) < len(members)):
-            raise ValueError(f'members must be "all" or a list of different members\' numbers, got {members!r}.')
+        if members != "all":
+            check_different("members", members, of="numbers")
         self.zoo = str(zoo)
         self.members = members
         self.groups = None if groups is None else list(groups)
@@ -177,15 +178,8 @@ class RashomonPruning(ZooUserTask):
         self.prunings: dict[int, Pruning] = {}
         self.twins: dict[int, list[dict[str, float]]] = {}
         self._magnitudes: dict[int, MagnitudePruning] = {}
-        self._opened: ModelZoo | None = None
 
     # ---- the zoo
-
-    @property
-    def model_zoo(self) -> ModelZoo:
-        """The zoo, opened; after ``setup``."""
-        assert self._opened is not None
-        return self._opened
 
     @property
     def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
@@ -194,16 +188,15 @@ class RashomonPruning(ZooUserTask):
 
     def build(self) -> None:
         """Open the zoo and find the units of its networks."""
-        zoo = ModelZoo.open(self.zoo, allow=self.allow)
+        zoo = self.model_zoo
         numbers = zoo.numbers if self.members == "all" else list(self.members)
         self.jobs = [(zoo.member(number).number, epsilon) for number in numbers for epsilon in self.settings]
         first = zoo.load(numbers[0])
-        example = example_input(zoo, numbers[0], first, getattr(self._trainer, "datamodule", None))
+        example = example_input(zoo, numbers[0], first, self.data)
         self.symmetry = trace_symmetry(first, example)
         self.units = removable_units(first, example, symmetry=self.symmetry)
         if self.groups is not None:
             self.units.restrict(self.groups)
-        self._opened = zoo
 
     def setup(self, stage: str) -> None:
         """Build the networks, on every process.
@@ -212,10 +205,9 @@ class RashomonPruning(ZooUserTask):
             TypeError: If the data do not provide all training data.
         """
         super().setup(stage)
-        data = getattr(self.trainer, "datamodule", None)
-        if stage == "fit" and not hasattr(data, "curvature_dataloader"):
+        if stage == "fit" and not hasattr(self.data, "curvature_dataloader"):
             raise TypeError(
-                f"RashomonPruning measures losses on all training data, and {type(data).__name__} has no "
+                f"RashomonPruning measures losses on all training data, and {type(self.data).__name__} has no "
                 "curvature_dataloader; use a datamodule of lightning_sym.datamodules."
             )
 
@@ -309,8 +301,7 @@ class RashomonPruning(ZooUserTask):
         Yields:
             Batches, inputs in the dtype of the networks.
         """
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        loader = data.curvature_dataloader() if split == "train" else data.test_dataloader()
+        loader = self.data.curvature_dataloader() if split == "train" else self.data.test_dataloader()
         trial = int(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
         for batch in islice(loader, trial or None):
             inputs, targets = self.evaluation_batch(batch)
@@ -438,9 +429,7 @@ class RashomonPruning(ZooUserTask):
     def keep_weights(self, values: Mapping[str, list[float]]) -> None:
         """Do nothing: accepted networks are kept already."""
 
-    def summary(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def summary(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Return means over networks, and the total number of remaining units."""
         found = super().summary(split, running, values)
         return {**found, "units": float(sum(units_in(pruning.widths) for pruning in self.prunings.values()))}

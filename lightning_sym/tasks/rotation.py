@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_different, check_integers
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import generator
 from lightning_sym.stitching import CutNetwork, FixedMap, IdentityMap, Port, StitchedNetwork, StitchingMap
@@ -130,11 +130,11 @@ class RotationTask(BranchTask):
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}.")
         check_integers(0, seed=seed)
-        _check_list("members", members, "numbers", int)
-        _check_list("sites", sites, "names", str)
-        _check_list("kinds", kinds, "names", str)
-        if unknown := [kind for kind in kinds if kind not in self.known_kinds]:
-            raise ValueError(f"kinds must be of {', '.join(self.known_kinds)}, got {unknown[0]!r}.")
+        if members != "all":
+            check_different("members", members, of="numbers")
+        if sites not in (None, "all"):
+            check_different("sites", sites)
+        check_different("kinds", kinds, self.known_kinds)
         self.zoo = str(zoo)
         self._members: Literal["all"] | list[int] = members
         self.sites = sites
@@ -143,15 +143,8 @@ class RotationTask(BranchTask):
         self.scale = scale
         self.seed = seed
         self.rotations: list[Rotation] = []
-        self._zoo: ModelZoo | None = None
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler"])
         self.save_hyperparameters({"kinds": list(kinds), "_class_path": self.describe()["_class_path"]})
-
-    @property
-    def model_zoo(self) -> ModelZoo:
-        """The zoo, opened; after ``setup``."""
-        assert self._zoo is not None
-        return self._zoo
 
     @property
     def zoos(self) -> dict[str, tuple[ModelZoo, int]]:
@@ -199,12 +192,11 @@ class RotationTask(BranchTask):
 
     def build(self) -> None:
         """Open the zoo, cut its members and make all networks."""
-        self._zoo = zoo = ModelZoo.open(self.zoo, allow=self.allow)
+        zoo = self.model_zoo
         numbers = list(zoo.numbers) if self._members == "all" else self._members
-        data = getattr(self._trainer, "datamodule", None)
         self.members = {str(number): zoo.load(number) for number in numbers}
         first = self.members[str(numbers[0])]
-        example = example_input(zoo, numbers[0], first, data)
+        example = example_input(zoo, numbers[0], first, self.data)
         sites = self._sites(first.sites())
         for key, network in self.members.items():
             like = next(iter(self.lowers.values()), None)
@@ -254,16 +246,3 @@ class RotationTask(BranchTask):
     def label(self, index: int) -> tuple[str, str]:
         """Return the site, and the kind of rotation."""
         return self.rotations[index].site, self.rotations[index].kind
-
-
-def _check_list(name: str, value: object, of: str, kind: type) -> None:
-    """Raise unless a value is a list of different things of one kind, or a word or None for one."""
-    if (value is None and name == "sites") or (value == "all" and name != "kinds"):
-        return
-    accepted = f"a list of {of}" if name == "kinds" else f'"all" or a list of {of}'
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise ValueError(f"{name} must be {accepted}, got {value!r}.")
-    if not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):
-        raise ValueError(f"{name} must be {accepted}, got {list(value)!r}.")
-    if len(set(value)) < len(value):
-        raise ValueError(f"{name} must be different, got {list(value)!r}.")

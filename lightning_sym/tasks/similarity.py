@@ -10,12 +10,11 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_words
+from lightning_sym._checks import check_different, check_integers, check_known, check_words
 from lightning_sym._distributed import summed, wide_device
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details, overview, tag
-from lightning_sym._text import unknown
 from lightning_sym.networks import Network
 from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
 from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
@@ -116,11 +115,8 @@ class SimilarityTask(LoadsTrusted, LightningModule):
         super().__init__()
         check_words(("split", split, ("train", "val", "test")))
         check_integers(0, seed=seed)
-        if isinstance(nulls, str) or len(set(nulls)) < len(nulls):
-            raise ValueError(f"nulls must be a list of different ones of {', '.join(NULLS)}, got {nulls!r}.")
-        for null in nulls:
-            if null not in NULLS:
-                raise ValueError(unknown("null", null, NULLS))
+        if nulls:
+            check_different("nulls", nulls, NULLS)
         self._measures = named_measures(DEFAULT_MEASURES if measures is None else measures)
         self.zoo = str(zoo)
         self.other_zoo = None if other_zoo is None else str(other_zoo)
@@ -223,8 +219,8 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             symmetry = trace_symmetry(network, example)
             sites, wanted = _layers(network, symmetry), self._sites[side]
             names = sites if wanted == "all" else list(wanted)
-            if unknown_names := [name for name in names if name not in sites]:
-                raise ValueError(unknown("site", unknown_names[0], sites))
+            for name in names:
+                check_known("site", name, sites)
             features = features_of(network, names, example)
             groups = [symmetry.channels(name) for name in names]
             known.append(

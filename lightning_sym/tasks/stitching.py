@@ -210,12 +210,11 @@ class StitchingTask(BranchTask):
             require_members(zoo, (pair[side] for pair in self.pairs))
         self._zoos = {"lower": (lower, self.pairs[0][0]), "upper": (upper, self.pairs[0][1])}
         self._check_inputs()
-        data = getattr(self._trainer, "datamodule", None)
         networks: dict[str, Network] = {}
         for pair in self.pairs:
             for zoo, number in zip((lower, upper), pair, strict=True):
                 networks.setdefault(self._key(zoo, number), zoo.load(number))
-        example = example_input(lower, self.pairs[0][0], networks[self._key(lower, self.pairs[0][0])], data)
+        example = example_input(lower, self.pairs[0][0], networks[self._key(lower, self.pairs[0][0])], self.data)
         places = self._places(*(networks[self._key(z, n)] for z, n in zip((lower, upper), self.pairs[0], strict=True)))
         below, above = (list(dict.fromkeys(place[side] for place in places)) for side in (0, 1))
         for first, second in self.pairs:
@@ -331,11 +330,10 @@ class StitchingTask(BranchTask):
         ]
         if not wanted:
             return
-        data = getattr(self.trainer, "datamodule", None)
-        if not hasattr(data, "curvature_dataloader"):
+        if not hasattr(self.data, "curvature_dataloader"):
             raise ValueError(
                 f"{self.stitches[wanted[0]].family} is fitted to features of the training data and needs a "
-                f"datamodule of lightning_sym.datamodules, got {type(data).__name__}."
+                f"datamodule of lightning_sym.datamodules, got {type(self.data).__name__}."
             )
         # One set of moments for all families of a pair and place.
         moments: dict[tuple[str, str, str, str], list[FeatureMoments]] = {}
@@ -348,7 +346,7 @@ class StitchingTask(BranchTask):
         above = {place[1]: self._targets[place[1]] for place in places}
 
         def gather() -> None:
-            for batch, _ in data.curvature_dataloader():  # type: ignore[union-attr]
+            for batch, _ in self.data.curvature_dataloader():
                 # The values at all cuts of all members are held together: a batch for evaluation takes a gigabyte.
                 for images in batch.to(self.device, self.dtype).split(_IMAGES_AT_ONCE):
                     below = self.population.prepared(images)

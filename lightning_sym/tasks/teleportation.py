@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_different, check_integers, check_numbers
 from lightning_sym.networks import NetworkOrModule
 from lightning_sym.tasks._optimizers import make_optimizer, make_scheduler, scheduled
 from lightning_sym.tasks.zoo import ZooTask
@@ -49,9 +49,8 @@ class TeleportationTask(ZooTask):
         loss: Callable[[Any, Any], Any] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
-        for name, given in (("arms", arms), ("rates", rates)):
-            if not given or len(set(given)) < len(given):
-                raise ValueError(f"{name} must be a list of different values, got {list(given)}.")
+        check_different("arms", arms)
+        check_different("rates", rates, of="numbers")
         for rate in rates:
             check_numbers("> 0", rates=rate)
         check_integers(1, seeds=seeds)

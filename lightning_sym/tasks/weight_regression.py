@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_different, check_integers, check_numbers
 from lightning_sym._random import derive_seed, generator, seeded
 from lightning_sym.population import LoopPopulation
 from lightning_sym.tasks.population import PopulationTask
+from lightning_sym.tasks.population_interface import ByMember, Rows
 from lightning_sym.zoo import ModelZoo
 from lightning_sym.zoo_weights import FORMS, Form, WeightSpace
 
@@ -132,17 +133,11 @@ class WeightRegressionTask(PopulationTask):
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         allow: Sequence[str] | None = None,
     ) -> None:
-        if not arms or len(set(arms)) < len(arms) or set(arms) - set(self.known_arms):
-            raise ValueError(f"arms must be different ones of {', '.join(self.known_arms)}, got {list(arms)}.")
+        check_different("arms", arms, self.known_arms)
         check_integers(hidden=hidden)
         check_numbers(">= 0", scale=scale)
-        self.zoo, self.arms, self.hidden, self.scale, self.allow = (
-            str(zoo),
-            list(arms),
-            hidden,
-            scale,
-            tuple(allow or ()),
-        )
+        self.zoo, self.allow = str(zoo), tuple(allow or ())
+        self.arms, self.hidden, self.scale = list(arms), hidden, scale
         super().__init__(members, seed, loss=F.mse_loss, optimizer=optimizer)
         self.save_hyperparameters(ignore=["optimizer"])
         self.save_hyperparameters({"arms": self.arms, **self.describe()})
@@ -229,9 +224,7 @@ class WeightRegressionTask(PopulationTask):
                 rows[index] = self.moved(rows[index], self.step_generator("orbit", number, batch_idx))
         return torch.stack(rows), targets
 
-    def summary(
-        self, split: str, running: Mapping[str, Mapping[int, float]], values: Mapping[str, list[float]]
-    ) -> dict[str, float]:
+    def summary(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:
         """Summarise all members, and those of each arm."""
         found = super().summary(split, running, values)
         for arm in self.arms if split != "train" else ():

@@ -122,15 +122,15 @@ def test_files_that_are_no_teacher(tmp_path):
     def load(file):
         EquivalenceTask(two_unit(), members=1, teacher=str(file)).configure_model()
 
-    assert_refused(load, tmp_path / "absent.safetensors", says="No teacher at", error=FileNotFoundError)
+    assert_refused(load, tmp_path / "absent.safetensors", says="There is no file", error=FileNotFoundError)
     (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
     (tmp_path / "broken.pt").write_bytes(b"nonsense")
     for name in ("broken.safetensors", "broken.pt"):
-        assert_refused(load, tmp_path / name, says="cannot be read")
+        assert_refused(load, tmp_path / name, says="is damaged")
     save_file(LeNet5().state_dict(), tmp_path / "other.safetensors")
-    assert_refused(load, tmp_path / "other.safetensors", says="do not fit MultiLayerPerceptron")
+    assert_refused(load, tmp_path / "other.safetensors", says="which MultiLayerPerceptron has not")
     torch.save([1, 2], tmp_path / "list.pt")
-    assert_refused(load, tmp_path / "list.pt", says="holds no state dict")
+    assert_refused(load, tmp_path / "list.pt", says="holds no tensors by name")
     state = {name: torch.full_like(value, math.nan) for name, value in two_unit().state_dict().items()}
     save_file(state, tmp_path / "nan.safetensors")
     assert_refused(load, tmp_path / "nan.safetensors", says="not finite")

@@ -213,7 +213,12 @@ def test_a_subclass_adds_a_kind(matching_zoo):
     metrics = fit(task, max_epochs=1).callback_metrics
     assert torch.equal(task.branches[0].maps[0].fixed, 0.5 * torch.eye(12))
     assert "penalty/activation1/half" in metrics
-    assert_refused(RotationTask, "zoo", kinds=["half"], says="kinds must be of group, orthogonal, none, undo, got")
+    assert_refused(
+        RotationTask,
+        "zoo",
+        kinds=["half"],
+        says="kinds must be a list of different ones of group, orth",
+    )
 
 
 # ---- checkpoints

@@ -144,9 +144,9 @@ def test_losses_of_arms_are_means_over_their_predictors(zoo):
 
 
 def test_what_does_not_fit_is_refused(zoo, tmp_path):
-    assert_refused(WeightRegressionTask, zoo, arms=["sorted"], says="arms must be different ones of raw, canonical")
-    assert_refused(WeightRegressionTask, zoo, arms=["raw", "raw"], says="arms must be different")
-    assert_refused(WeightRegressionTask, zoo, arms=[], says="arms must be different")
+    assert_refused(WeightRegressionTask, zoo, arms=["sorted"], says="arms must be a list of different ones of raw")
+    assert_refused(WeightRegressionTask, zoo, arms=["raw", "raw"], says="arms must be a list of different")
+    assert_refused(WeightRegressionTask, zoo, arms=[], says="arms must be a list of different")
     assert_refused(WeightRegressionTask, zoo, hidden=0, says="hidden")
     assert_refused(WeightRegressionTask, zoo, scale=-1.0, says="scale")
     other = [MultiLayerPerceptron(widths=(2,), image_size=8).fresh(n) for n in range(3)]
