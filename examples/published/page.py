@@ -135,8 +135,10 @@ def _papers(found: Mapping[tuple[str, bool], Found]) -> str:
     lines += ["\n## Results about other parts of the sources\n\n", _row(["source", "place", "result"]), _row(["-"] * 3)]
     for result in RESULTS:
         if result.name not in shown:
-            source = SOURCES[result.source]
-            lines.append(_row([f"{source.authors} {source.year}", result.place, f"[{result.title}]({_place(result)})"]))
+            own_source = SOURCES[result.source]
+            lines.append(
+                _row([f"{own_source.authors} {own_source.year}", result.place, f"[{result.title}]({_place(result)})"])
+            )
     return "".join(lines)
 
 
