@@ -67,6 +67,11 @@ class Population(nn.Module, ABC):
         # Whether training draws random numbers, by members; known after the first step.
         self._stochastic: dict[tuple[int | str, ...], bool] = {}
 
+    def _made(self, number: int) -> nn.Module:
+        """Make a member on the CPU, whatever device Lightning is at: random numbers differ between devices."""
+        with torch.device("cpu"):
+            return self._make(number)
+
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -207,7 +212,7 @@ class LoopPopulation(Population):
     ) -> None:
         super().__init__(network, numbers)
         self.channels_last = channels_last
-        self.members = nn.ModuleDict({_key(number): self._make(number) for number in self.numbers})
+        self.members = nn.ModuleDict({_key(number): self._made(number) for number in self.numbers})
         if channels_last:
             self.members.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -335,7 +340,7 @@ class VmapPopulation(Population):
 
     def __init__(self, network: Network | Callable[[int], nn.Module], numbers: Sequence[int]) -> None:
         super().__init__(network, numbers)
-        members = [self._make(number) for number in self.numbers]
+        members = [self._made(number) for number in self.numbers]
         first = members[0]
         # In a tuple, so that it is not a submodule: only the stacked tensors are parameters of the population.
         self._skeleton = (copy.deepcopy(first).to("meta"),)

@@ -111,9 +111,8 @@ SCENARIOS = {}
 EVERYWHERE = collections.Counter()  # with PRETEND_TRACE, where the device was waited for
 # Settings of all runs, changed by tools/gpu_check.py.
 ACCELERATOR = "gpu"
-AGAINST_CPU = (
-    installation.real()
-)  # whether each run is repeated on the CPU: the numbers of the pretend GPU are the CPU's
+# Whether each run is repeated on the CPU. The pretend GPU computes the CPU's numbers, but draws other random ones.
+AGAINST_CPU = installation.real()
 # Of what is logged: relative to its size, and at least. After a few steps of Adam rounding is as large as this.
 TOLERANCES = {"full": (0.02, 0.005), "half": (0.1, 0.03)}
 DIFFERENCES = []  # from the CPU, in the order found: the largest, in tolerances, with tag and both numbers

@@ -101,6 +101,19 @@ def test_members_start_from_their_numbers(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_members_are_made_on_the_cpu_whatever_device_new_tensors_are_on(kind):
+    """Lightning makes modules on its device, whose random numbers are others."""
+
+    def make(number):
+        torch.manual_seed(number)
+        return nn.Linear(3, 2)
+
+    with torch.device("meta"):
+        population = kind(make, [0, 1])
+    assert_same(population.member_state(1), make(1).state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_member_state_is_a_copy(kind):
     population = kind(perceptron(), (0, 1))
     state = population.member_state(1)
