@@ -1,7 +1,7 @@
 """The scripts of a newcomer's first hour run in a clean folder, with the installed command, and make what they say.
 
-``make wheel-test`` runs them with only the wheel installed: ``FIRST_HOUR_BIN`` is the folder of its programs. In CI they
-run there only, as each takes seconds.
+``make wheel-test`` runs them with only the wheel installed: ``FIRST_HOUR_BIN`` is the folder of its programs. In CI
+they run there only, as each takes seconds.
 """
 
 import importlib.util
