@@ -121,7 +121,9 @@ def test_files_become_a_zoo_and_the_recipe_writes_its_tables_and_figures(command
 @pytest.mark.usefixtures("own")
 def test_a_data_set_and_a_zoo_and_a_function_of_ones_own():
     data = ["--data=DatasetDataModule", "--data.dataset=own_data.Halves", "--data.dataset.count=90"]
-    succeed("evidence", "three.pt", "--network=own_nets.Own", *data, DATA[-1], "--out=mine")
+    result = succeed("evidence", "three.pt", "--network=own_nets.Own", *data, DATA[-1], "--out=mine")
+    assert "1 curvature pass of " in result.out
+    assert "of those kept" not in result.out  # nothing was trained: there are no other weights
     member = ModelZoo.open("mine/imported", allow=["own_nets"]).member(0)
     assert sum(member.data["splits"].values()) == 90
     succeed("import", "a.pt", "b.pt", "--network=own_nets:made", "--out=zoo", *DATA[:2])
