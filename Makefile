@@ -61,7 +61,7 @@ types: $(VENV)/.installed-types
 	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
 		-p lightning_sym -p published $(addprefix -m ,$(SCRIPTS))
 
-wheel-test: $(VENV)/.installed
+wheel-test: $(VENV)/.installed-test
 	.ci/wheel_test.sh $(BIN)/python
 
 # Clean environments with the oldest and the newest dependencies take minutes and gigabytes: not part of .ci/run.

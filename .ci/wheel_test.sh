@@ -64,4 +64,6 @@ IMPORT
 "$work/venv/bin/lightning-sym" recipes
 "$work/venv/bin/lightning-sym" fit --config zoo/digits_mlp --trainer.fast_dev_run true --trainer.accelerator cpu >"$work/log" 2>&1 ||
     { cat "$work/log"; exit 1; }
-echo "the wheel runs from another folder"
+cd "$OLDPWD"
+FIRST_HOUR_BIN="$work/venv/bin" OMP_NUM_THREADS=1 "$python" -m pytest -m long -n 2 --durations 5 tests/recipes/test_first_hour.py
+echo "the wheel runs from another folder, and so do the scripts of examples/first_hour"

@@ -401,7 +401,7 @@ class MarginalLikelihood(RunReport):
             network=architecture_name(prior.network),
             architecture=getattr(prior.network, "architecture", architecture_name(prior.network)),
             members=members,
-            keep=str(getattr(task, "keep", "last")),
+            keep=str(getattr(task, "keep", "last")) if trainer.max_epochs else "last",  # the same if untrained
             updated=any(optimizer.state_dict()["adam"]["state"] for optimizer in self._optimizers.values()),
             about={
                 "settings": {

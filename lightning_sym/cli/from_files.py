@@ -13,13 +13,22 @@ from pathlib import Path
 from lightning_sym._text import nearest
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.checking import checked_options
-from lightning_sym.cli.given import arguments_of, class_of, merge, read_given, separated, unknown_option, without_value
+from lightning_sym.cli.given import (
+    FIGURES,
+    arguments_of,
+    class_of,
+    merge,
+    read_given,
+    separated,
+    unknown_option,
+    without_value,
+)
 from lightning_sym.cli.importing import NETWORK, Asked, make_data, make_zoo, own_package, print_members
 from lightning_sym.cli.places import check_files, check_network, check_places, has_epoch, is_first_process, is_zoo
 
 _ZOO = "imported"  # its folder in the run folder
 _OWN = ("network", "out", "prefix")
-_ALSO = ("data", "model", "trainer", "checkpoint", "config", "overwrite", "seed_everything", "log_details")
+_ALSO = ("data", "model", "trainer", "checkpoint", "config", "overwrite", "seed_everything", "log_details", *FIGURES)
 _MEMBERS = ("--model=lightning_sym.tasks.ZooTask", "--trainer.max_epochs=0", "--trainer.enable_model_summary=false")
 
 

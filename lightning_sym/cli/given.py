@@ -16,9 +16,9 @@ Tree = dict[str, Any]
 _CLASS, _ARGUMENTS = "class_path", ("init_args", "dict_kwargs")
 # Options of a command apart from the sections of its classes, and options of the parser itself.
 SECTIONS = ("model", "data", "trainer", "checkpoint")
+FIGURES = ("figures", "figure_size")
 SETTINGS = (
-    *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config"),
-    *("figures", "figure_size"),
+    *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config", *FIGURES),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
 _HELP = ("-h", "--help", "--print_config")  # take no value

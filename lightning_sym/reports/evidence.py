@@ -192,7 +192,7 @@ def _notes(records: Sequence[Row], last: Sequence[Row], test: Mapping[str, float
             f"{of}-log marginal likelihood / N: {total} = {fit} (fit) + {determinant} (log determinant) + {scatter} "
             "(scatter)",
             *([f"{of}standard deviation of the noise: {_mean(noise):.4g}"] if noise else []),
-            f"{len(records)} curvature passes of {seconds:.2f} s",
+            f"{len(records)} curvature {'pass' if len(records) == 1 else 'passes'} of {seconds:.2f} s",
         ]
     return notes
 

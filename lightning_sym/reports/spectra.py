@@ -19,7 +19,7 @@ _WHAT = "Hessian modulo symmetry of the members of a zoo"
 
 
 def _share(row: Row) -> str:
-    return "-" if row["gauge_share"] is None else f"{100 * row['gauge_share']:.0f} %"
+    return "-" if row["gauge_share"] is None else f"{round(100 * row['gauge_share'])} %"
 
 
 REPORT = Report(

@@ -92,6 +92,7 @@ RESULTS = {
     "similarity": ("summary.csv", "depth.png", 2),
     "curve": ("summary.csv", "along.png", 8),
 }
+FIGURES = ("--figures=pdf", "--figure_size=column")
 assert COMMANDS.keys() == QUICK.keys() == RESULTS.keys() <= _COMMANDS.keys()
 
 
@@ -101,7 +102,7 @@ assert COMMANDS.keys() == QUICK.keys() == RESULTS.keys() <= _COMMANDS.keys()
 def test_files_become_a_zoo_and_the_recipe_writes_its_tables_and_figures(command):
     own = ["--network=own_nets.Own", "--network.width=4"]
     network = own if command != "similarity" else ["--network=own_nets:Functional"]
-    result = succeed(command, "a.pt", "b.pt", *network, *DATA, *QUICK[command], "--out=run")
+    result = succeed(command, "a.pt", "b.pt", *network, *DATA, *QUICK[command], *FIGURES, "--out=run")
     assert "member 0: a.pt, test accuracy " in result.out
     table, picture, rows = RESULTS[command]
     assert len(read_csv(Path("run/results") / table)) == rows
@@ -120,7 +121,9 @@ def test_files_become_a_zoo_and_the_recipe_writes_its_tables_and_figures(command
 @pytest.mark.usefixtures("own")
 def test_a_data_set_and_a_zoo_and_a_function_of_ones_own():
     data = ["--data=DatasetDataModule", "--data.dataset=own_data.Halves", "--data.dataset.count=90"]
-    succeed("evidence", "three.pt", "--network=own_nets.Own", *data, DATA[-1], "--out=mine")
+    result = succeed("evidence", "three.pt", "--network=own_nets.Own", *data, DATA[-1], "--out=mine")
+    assert "1 curvature pass of " in result.out
+    assert "of those kept" not in result.out  # nothing was trained: there are no other weights
     member = ModelZoo.open("mine/imported", allow=["own_nets"]).member(0)
     assert sum(member.data["splits"].values()) == 90
     succeed("import", "a.pt", "b.pt", "--network=own_nets:made", "--out=zoo", *DATA[:2])

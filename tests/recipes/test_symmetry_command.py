@@ -239,7 +239,8 @@ def test_folders_of_models_and_zoos() -> None:
 def test_arguments_inputs_and_meta_of_transformers() -> None:
     pytest.importorskip("transformers")
     options = "--network.num_hidden_layers=2", "--input=5", "--meta", "--out=table.json"
-    result = succeed("symmetry", saved(**LLAMA), *options)
+    content = {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2}
+    result = succeed("symmetry", saved(**content), *options)
     assert "layers.0,1.mlp.gate_proj" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     assert json.loads(Path("table.json").read_text())["inputs"] == [[2, 5]]

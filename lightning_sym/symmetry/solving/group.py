@@ -173,7 +173,7 @@ def _on_parameters(
         slots.append(Slot(name, (0, 1), first, shape, unit_of[positions.root[label.atom]], *VALUE))
     units = len(orbits.roots)
     if folded is not None:
-        units = max(units, solved.blocks.number_of[folded.all_atoms].max(initial=-1) + 1)
+        units = max(units, int(solved.blocks.number_of[folded.all_atoms].max(initial=-1)) + 1)
     known = positions.of_planes.within(slice(positions.own))
     return Structure(
         slots=tuple(slots),

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_sym.callbacks import SpectrumReport
 from lightning_sym.curvature import sharpness_modulo_symmetry
 from lightning_sym.networks import MultiLayerPerceptron
+from lightning_sym.reports.spectra import REPORT
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import ZooTask
 
@@ -39,3 +40,13 @@ def test_tables_hold_what_the_functions_find(tmp_path) -> None:
     assert len(nodes) == 2 * 2 * 6
     assert sum(float(row["weight"]) for row in nodes) == pytest.approx(4)
     assert all(imread(tmp_path / "results" / f"{name}.png").std() > 0.05 for name in ("spectrum", "sharpness"))
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
+    (share,) = (column for column in REPORT.columns if column.name == "gauge_share")
+    assert [share.cell({"gauge_share": value}) for value in (-0.004, 0.126, -0.5, None)] == [
+        "0 %",
+        "13 %",
+        "-50 %",
+        "-",
+    ]
