@@ -41,8 +41,8 @@ _DEPTH = Chart(
     [
         Panel([Marks(kind, "first_layer", label=label, looks=_LOOKS, table="pairs") for kind, label, *_ in _KINDS],
               lambda row: measure_label(row["measure"]), ylabel="similarity", by=["measure"], top=1.03),
-        Panel([Marks("share", "layer", ["weights"], looks=_LOOKS, table="channels")], "live channels, fraction",
-              ylabel="similarity", top=1.03),
+        Panel([Marks("share", "layer", ["weights"], looks=_LOOKS, table="channels")], "live channels",
+              ylabel="fraction", top=1.03),
     ],
     "Similarity over depth: {title}",
     columns=2,
