@@ -23,6 +23,7 @@ NOT_RUN = {
     "Calibrated": "what AnalyticLandscapesTask finds",
     "CurveName": "which curve a member of a population is",
     "Dissected": "what a dissection has found",
+    "FigureFiles": "chooses how figures are written",
     "FoundWeights": "what a search has found",
     "MemberParallelStrategy": "places members on several processes",
     "PopulationTask": "the base class of tasks with several networks",
@@ -30,7 +31,7 @@ NOT_RUN = {
     "RecalibrationTargets": "a protocol",
     "RunReport": "the base class of reports",
     "CrossEntropy": "the loss that the tasks of the scenarios use by themselves",
-    **dict.fromkeys(("publish_numbers", "publish_results", "publish_text"), "parts of every report"),
+    **dict.fromkeys(("publish_numbers", "publish_results", "publish_table", "publish_text"), "parts of every report"),
 }
 ROOMS = (
     "connectivity",

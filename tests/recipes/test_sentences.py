@@ -310,7 +310,7 @@ orthogonal, identity, least_squares, assignment, procrustes. Did you mean 'full'
 $ MatchingTask("zoo", methods=["weight"])
 ValueError: Unknown method 'weight'; expected one of: permutations, ... soft_maps. Did you mean 'weights'?
 $ RotationTask("zoo", kinds=["grp"])
-ValueError: kinds must be of group, orthogonal, none, undo, got 'grp'.
+ValueError: kinds must be a list of different ones of group, orthogonal, none, undo, got ['grp'].
 $ MarginalLikelihood(burn_in=-1)
 ValueError: burn_in must be an integer >= 1, got -1.
 $ stitching_map("full(3)")
