@@ -358,6 +358,28 @@ class ModelZoo(Tabular):
             raise ValueError(f"No member of {self.path} remains after the filter; it holds {len(self)} members.")
         return ModelZoo(self.path, members, self.damaged, self._network, self._allow)
 
+    def pairs(self, count: int, seed: int) -> list[tuple[int, int]]:
+        """Draw ordered pairs of distinct members, uniformly, with replacement between draws.
+
+        As in Godfrey et al. (2022), arXiv 2205.14258, but from a seed.
+
+        Args:
+            count: Number of pairs. >= 1.
+            seed: The same seed and the same members give the same pairs.
+
+        Raises:
+            ValueError: If ``count`` < 1 or the zoo has fewer than two members.
+        """
+        check_integers(count=count)
+        if len(self) < 2:
+            raise ValueError(f"Pairs need at least two members; {self.path} has {len(self)}.")
+        source = torch.Generator().manual_seed(seed)
+        first = torch.randint(len(self), (count,), generator=source)
+        step = torch.randint(1, len(self), (count,), generator=source)
+        second = (first + step) % len(self)
+        numbers = self.numbers
+        return [(numbers[a], numbers[b]) for a, b in zip(first.tolist(), second.tolist(), strict=True)]
+
     def summary(self) -> dict[str, Any]:
         """Summarise the zoo by plain data.
 

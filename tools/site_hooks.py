@@ -73,6 +73,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         path = _outside(origin, target)
         if path is None and shows_file:  # a link from a file outside docs/ to a page
             path = (origin.parent / target).resolve()
+            if not path.is_file():  # code that looks like a link
+                return match[0]
             there = path.relative_to(ROOT / "docs").as_posix()
         elif path is None:
             return match[0]

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from lightning_sym.cli.from_files import COMMANDS as FILE_COMMANDS
 from lightning_sym.recipes import recipe_names, recipe_path
 
 ROOT = Path(__file__).parents[2]
@@ -186,8 +187,10 @@ def faults(text: str) -> list[str]:
         if folder not in made and folder not in own:
             found.append(f"{folder} is needed, and nothing that the page says makes it")
     written = re.findall(r"^run_dir: (\S+)", "".join(own_files(text).values()), re.MULTILINE)
-    written += re.findall(rf"--(?:{'|'.join(_WRITTEN)})[ =]([\w./-]+)", text)
-    for folder in sorted(set(re.findall(r"\bruns/[a-z0-9_-]+", text))):
+    written += re.findall(rf"--(?:{'|'.join(_WRITTEN)}|out)[ =]([\w./-]+)", text)
+    written += [f"runs/{name}" for name in FILE_COMMANDS]
+    said = re.sub(r"^\|.*examples/first_hour/.*$", "", text, flags=re.MULTILINE)  # scripts run in folders of their own
+    for folder in sorted(set(re.findall(r"\bruns/[a-z0-9_-]+", said))):
         if not any(f"{one}/".startswith(f"{folder}/") for one in (*HOMES, *made, *own, *written)):
             found.append(f"{folder} is named, and no recipe makes it")
     return found

@@ -184,6 +184,26 @@ def test_summary(folder):
     json.dumps(summary)
 
 
+def test_pairs_are_distinct_uniform_and_from_the_seed(folder):
+    zoo = ModelZoo.open(folder)
+    count = 12_000
+    pairs = zoo.pairs(count, seed=0)
+    assert pairs == zoo.pairs(count, seed=0)
+    assert pairs != zoo.pairs(count, seed=1)
+    counts = {pair: pairs.count(pair) for pair in set(pairs)}
+    possible = [(a, b) for a in zoo.numbers for b in zoo.numbers if a != b]
+    assert set(counts) == set(possible)
+    expected = count / len(possible)
+    chi_square = sum((counts[pair] - expected) ** 2 / expected for pair in possible)
+    assert chi_square < 31.3  # the 0.999 quantile for 11 degrees of freedom
+
+
+def test_pairs_need_two_members_and_a_count(folder):
+    zoo = ModelZoo.open(folder)
+    assert_refused(zoo.pairs, 0, seed=0, says="count must be an integer >= 1, got 0")
+    assert_refused(lambda: zoo.filter(lambda member: member.number == 0).pairs(1, seed=0), says="Pairs need at least")
+
+
 # ---- the manifest
 
 
