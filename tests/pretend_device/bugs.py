@@ -18,6 +18,7 @@ from scenarios import attempt, prepare
 
 from lightning_sym import _distributed, networks
 from lightning_sym._random import seeded
+from lightning_sym.population import Population
 from lightning_sym.tasks import ZooTask
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._divergence import Divergence
@@ -39,6 +40,11 @@ def drawn_where_it_stays(seed, make):
         return make()
 
 
+def made_where_it_stays(self, number):
+    with mock.patch.object(networks.base, "_drawn", drawn_where_it_stays):
+        return self._make(number)
+
+
 BUGS = {
     "metrics that go to numpy from the device": Bug(
         *(PopulationClassification, "values", lambda self: {k: v.numpy() for k, v in self.compute().items()}),
@@ -57,8 +63,8 @@ BUGS = {
     "losses that are looked at in every step": Bug(Divergence, "due", True, "zoo_loop", "steps wait for the device"),
     # None is the default average.
     "an average of integer buffers": Bug(networks, "float_average", None, "averaged_weights", "Integer division"),
-    "initial weights that are drawn on the device": Bug(
-        networks.base, "_drawn", drawn_where_it_stays, "zoo_diverging", "not close"
+    "initial weights that are drawn on the device": Bug(  # a population and a network each prevent it
+        Population, "_made", made_where_it_stays, "zoo_diverging", "not close"
     ),
 }
 
