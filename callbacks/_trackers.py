@@ -1,4 +1,4 @@
-"""What loggers take beside numbers: figures, tables, texts and files.
+"""Send figures, tables, texts and files to loggers.
 
 Each function sends one of these to one logger, or does nothing if the logger cannot take it. Loggers are known by their
 methods and by Lightning's classes, so that no tracker has to be installed.

@@ -11,8 +11,8 @@ from lightning_sym.figures import check_figure_files
 class FigureFiles(Callback):
     """Choose the format and the width of the figures that the reports of a run write.
 
-    Each figure is a PNG at 200 dpi. A PDF or SVG beside it holds text as text, for papers. On the command line:
-    ``--figures pdf --figure_size column``. What loggers show is the same in any case.
+    Reports write each figure as a PNG at 200 dpi, and as a PDF or SVG whose text can be searched, for papers. On the
+    command line: ``--figures pdf --figure_size column``. Loggers get the same figures in any case.
 
     Args:
         form: ``"pdf"`` or ``"svg"``: that file as well. ``"png"``: only the PNG.

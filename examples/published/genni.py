@@ -38,7 +38,7 @@ def _paper(runs: Mapping[str, Path]) -> Sequence[Quantity]:
 
 
 def _exact() -> Sequence[Quantity]:
-    """Return what theory says of the class of the paper's teacher, on a path and on random planes."""
+    """Compute facts about the class of the paper's teacher by theory, J on a path, and slices by random planes."""
     network = MultiLayerPerceptron([2], bias=False, image_size=1, num_classes=1).fresh(10)
     teacher = weight_vector(network).detach().double()
     inner, outer = teacher[:2], teacher[2:]  # both input weights are negative

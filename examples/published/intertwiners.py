@@ -600,7 +600,7 @@ def _similarities(run: Path, what: str = "") -> list[Quantity]:
 
 
 GROWING, CONSTANT = ", widths that double", ", constant width"
-ADDED = "what training adds to "
+ADDED = "gain by training in "
 
 
 def _two_widths(runs: Mapping[str, Path]) -> Sequence[Quantity]:

@@ -1,4 +1,4 @@
-"""The two lines at the start of a fit: what is trained, on what, and where the run is."""
+"""The two lines at the start of a fit: network, members, parameters, data, device and run folder."""
 
 from pathlib import Path
 from typing import Any

@@ -67,7 +67,7 @@ class FixedTensors(ConvertedTensors):
         self._kept: dict[str, Any] = {}
 
     def kept(self, what: str, make: Callable[[], Kept]) -> Kept:
-        """Return what is computed from the tensors, made at the first call."""
+        """Return a value computed from the tensors; the first call computes it, later ones return the same."""
         if what not in self._kept:
             self._kept[what] = make()
         found: Kept = self._kept[what]

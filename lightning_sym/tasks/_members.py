@@ -104,7 +104,7 @@ class PairTask(ZooUserTask):
         """Open the zoo and load the members of all pairs.
 
         Args:
-            what: What needs two members, for the message.
+            what: The experiment, for the message if the zoo has fewer than two members.
         """
         zoo = self.model_zoo
         require_two(zoo, what)
