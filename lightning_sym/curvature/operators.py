@@ -1,8 +1,8 @@
 """Hessian and Gauss-Newton matrix of a mean loss as linear operators, over streamed data and over processes.
 
-Products with many vectors, and traces, are those of curvlinops. This module adds sums over processes with unequal
-shares, ignored samples, products on a subspace, and checks of data, network and loss. A Hessian times a few vectors
-is ours as well, since one gradient graph for all of them halves the time.
+Products with the Gauss-Newton matrix, and traces, are those of curvlinops. This module adds sums over processes with
+unequal shares, ignored samples, products on a subspace, and checks of data, network and loss. Products with the Hessian
+are ours: reverse derivatives of reverse derivatives, which torch has for nearly all operations.
 """
 
 import contextlib
@@ -10,12 +10,13 @@ import copy
 import functools
 import importlib
 import itertools
+import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,15 @@ from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
 from lightning_sym.networks.modes import in_precision, twice_differentiable
 
+_LOG = logging.getLogger(__name__)
+
 Kind = Literal["hessian", "gauss_newton"]
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Values below this, relative to the largest magnitude, are rounding.
 ROUNDING = 1e-12
 _FEW = 16  # vectors
-_CLASSES = {"hessian": "HessianLinearOperator", "gauss_newton": "GGNLinearOperator"}
+# Words of torch's errors about derivatives that do not exist.
+_UNDERIVED = ("implemented", "differentiate twice", "checkpoint", "saved tensor hooks")
 
 
 @functools.cache
@@ -160,6 +164,9 @@ class CurvatureOperator(SymmetricOperator):
         shapes: Their shapes.
         samples: Number of samples N that count, over all processes.
         kind: As given.
+        fallback: Why products with the Gauss-Newton matrix use reverse derivatives alone, as those with the Hessian
+            always do: torch's message where it lacks the forward derivative of an operation, as of ``grid_sample``.
+            Empty otherwise, and before the first product. Results agree up to rounding; many vectors take more time.
 
     Raises:
         ValueError: If an argument is out of range, or there is no such parameter. If the network or the loss does not
@@ -193,10 +200,11 @@ class CurvatureOperator(SymmetricOperator):
     ) -> None:
         super().__init__()
         check_integers(columns=columns)
-        check_known("kind", kind, _CLASSES)
+        check_known("kind", kind, get_args(Kind))
         if getattr(loss, "reduction", "mean") != "mean":
             raise ValueError(f"loss must be a mean over samples, got reduction={loss.reduction!r}; use 'mean'.")  # type: ignore[attr-defined]
-        self.kind, self.columns, self.check = kind, columns, check
+        self.kind, self.columns, self.check, self.fallback = kind, columns, check, ""
+        self._graph_checked = False
         together(lambda: self._prepare(network, data, loss, parameters, dtype))
         if check:
             together(self._check_calls)
@@ -231,7 +239,7 @@ class CurvatureOperator(SymmetricOperator):
             try:
                 parts.extend(self._local(part) for part in torch.split(vectors, self.columns, 1))
             except RuntimeError as error:
-                if "implemented" not in str(error):
+                if isinstance(error, torch.OutOfMemoryError) or not any(word in str(error) for word in _UNDERIVED):
                     raise
                 said = " ".join(str(error).split())[:100]
                 raise ValueError(
@@ -251,26 +259,57 @@ class CurvatureOperator(SymmetricOperator):
         """Return this process's sum over samples. Shape ``[P, K]``."""
         if self._data.samples == 0:
             return torch.zeros_like(vectors, dtype=wide(self.device))
-        if self.kind == "hessian" and vectors.shape[1] <= _FEW:
-            product = self._one_by_one(vectors)
-        else:
-            mean: Tensor = self._operator @ vectors
-            product = mean.to(wide(self.device)) * self._data.samples
+        product = self._one_by_one(vectors) if self.kind == "hessian" or self.fallback else self._together(vectors)
         self._data.require_same()
         return product
 
-    def _one_by_one(self, vectors: Tensor) -> Tensor:
-        """Return the Hessian's product with vectors, as `_local`: one derivative of the same gradient after another.
+    def _together(self, vectors: Tensor) -> Tensor:
+        """Return the Gauss-Newton matrix's product with vectors, as `_local`, by curvlinops unless that fails.
 
-        That takes half the time of curvlinops's products, which pay for many vectors and small networks only.
+        A random combination of the products is compared with the product of the combination by reverse derivatives:
+        a forward derivative may be wrong without an error.
+        """
+        try:
+            mean: Tensor = self._operator @ vectors
+            product = mean.to(wide(self.device)) * self._data.samples
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            return self._without_forward(vectors, " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200])
+        draw = torch.Generator().manual_seed(0)
+        signs = (2 * torch.randint(2, (vectors.shape[1], 1), generator=draw) - 1).to(vectors)
+        try:
+            difference = self._one_by_one(vectors @ signs) - product @ signs.to(product)
+        except RuntimeError:  # no reverse derivative of the reverse one, which the matrix does not need
+            return product
+        if float(difference.norm()) > torch.finfo(self.dtype).eps ** 0.5 * float(product.norm()):
+            return self._without_forward(vectors, "torch's forward derivatives disagree with its reverse ones")
+        return product
+
+    def _without_forward(self, vectors: Tensor, reason: str) -> Tensor:
+        product = self._one_by_one(vectors)
+        self.fallback = reason
+        _LOG.info("Gauss-Newton products use reverse derivatives alone: %s.", reason)
+        return product
+
+    def _one_by_one(self, vectors: Tensor) -> Tensor:
+        """Return the product with vectors, as `_local`, by reverse derivatives of reverse derivatives of autograd.
+
+        One derivative of the same gradient after another. Forward derivatives of the gradient, of many vectors at once
+        as in curvlinops, take half the time for small networks on small batches and more for others. torch lacks them
+        for some operations, and that of ``jacrev`` is wrong for layer norms.
         """
         total = torch.zeros(self.size, vectors.shape[1], dtype=wide(self.device), device=self.device)
         columns = [list(self.split(vector).values()) for vector in vectors.T.contiguous()]
         for x, y in self._data:
+            if self.kind == "gauss_newton":
+                self._add_gauss_newton(total, columns, x, y)
+                continue
             slopes = self._kept
             if slopes is None:
                 loss = self._loss(self.network(x), y)
                 slopes = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
+                self._check_graph(slopes)
                 self._kept = slopes if len(x) == self._data.samples else None
             ends = [slope for slope in slopes if slope.requires_grad]
             for column, directions in enumerate(columns if ends else ()):
@@ -279,10 +318,57 @@ class CurvatureOperator(SymmetricOperator):
                 total[:, column] += len(x) * torch.cat([part.flatten() for part in parts])
         return total
 
+    def _check_graph(self, slopes: Sequence[Tensor]) -> None:
+        """Check that the gradient can be differentiated, once for each operator.
+
+        A function marked as ``once_differentiable`` ends the graph with an error that autograd never reaches where it
+        needs gradients of earlier parameters only: the second derivative would be another one, without any error.
+
+        Args:
+            slopes: The gradient, with its graph.
+
+        Raises:
+            RuntimeError: If a part of the graph cannot be differentiated.
+        """
+        if self._graph_checked:
+            return
+        left, seen = [slope.grad_fn for slope in slopes], set()
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            if node.name() == "torch::autograd::Error":
+                raise RuntimeError("trying to differentiate twice a function that is marked with @once_differentiable")
+            seen.add(node)
+            left += [before for before, _ in node.next_functions]
+        self._graph_checked = True
+
+    def _add_gauss_newton(self, total: Tensor, columns: Sequence[Sequence[Tensor]], x: Tensor, y: Tensor) -> None:
+        r"""Add a batch's sum over samples of :math:`J^\top \nabla^2_f \ell\, J v` to the columns of a tensor.
+
+        :math:`J v` is the derivative of :math:`u \mapsto J^\top u`, which is linear, along v.
+        """
+        outputs = self.network(x)
+        fixed = outputs.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self._loss(fixed, y), fixed, create_graph=True)
+        if not (slope.requires_grad and outputs.requires_grad):  # a linear loss, or constant outputs
+            return
+        sides = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad(outputs, self._parameters, sides, create_graph=True, materialize_grads=True)
+        self._check_graph(pulled)
+        known = [one.requires_grad for one in pulled]
+        ends = list(itertools.compress(pulled, known))
+        for column, directions in enumerate(columns if ends else ()):
+            along = list(itertools.compress(directions, known))
+            (moved,) = torch.autograd.grad(ends, sides, along, retain_graph=True, materialize_grads=True)
+            (turned,) = torch.autograd.grad(slope, fixed, moved, retain_graph=True, materialize_grads=True)
+            parts = torch.autograd.grad(outputs, self._parameters, turned, retain_graph=True, materialize_grads=True)
+            total[:, column] += len(x) * torch.cat([part.flatten() for part in parts])
+
     @functools.cached_property
     def _operator(self) -> Any:
-        """The matrix of this process's mean."""
-        return getattr(curvlinops(), _CLASSES[self.kind])(
+        """The Gauss-Newton matrix of this process's mean."""
+        return curvlinops().GGNLinearOperator(
             self.network,
             self._loss,
             self._parameters,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -40,11 +40,21 @@ def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Compute attention by plain operations, which support double and forward differentiation and ``vmap``."""
-    fast = torch.backends.mha.get_fastpath_enabled()
+    """Compute attention and weight norms by plain operations, which support double and forward differentiation.
+
+    They support ``vmap``, too. The second derivative of torch's fused weight norm is wrong: it takes the norms for
+    constants.
+    """
+    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch._weight_norm
     torch.backends.mha.set_fastpath_enabled(False)
+    torch._weight_norm = _plain_weight_norm  # type: ignore[attr-defined]
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+        torch._weight_norm = fused  # type: ignore[attr-defined]
+
+
+def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))

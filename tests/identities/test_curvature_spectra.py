@@ -262,6 +262,185 @@ def test_products_are_those_of_curvlinops_column_by_column(kind) -> None:
     torch.testing.assert_close(operator @ columns, expected, rtol=1e-10, atol=1e-14)
 
 
+class Square(torch.autograd.Function):
+    """A function of the older style, which torch.func cannot run."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        return 2 * slope * ctx.saved_tensors[0]
+
+
+class WrongForward(torch.autograd.Function):
+    """A function with a correct reverse derivative and a wrong forward one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> Tensor:
+        return 2 * slope * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx, speed: Tensor) -> Tensor:
+        return 3 * speed * ctx.saved_tensors[0]
+
+
+class SquareOnce(Square):
+    """The same, marked as having no second derivative."""
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, slope: Tensor) -> Tensor:
+        return 2 * slope * ctx.saved_tensors[0]
+
+
+class Between(nn.Module):
+    """A function between two linear layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 6), nn.Linear(6, 3)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x.flatten(1))))
+
+
+class LastStep(nn.Module):
+    """The last output of a recurrent network."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.recurrent, self.last = kind(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.recurrent(x)[0][:, -1])
+
+
+def attend(x: Tensor) -> Tensor:
+    """Causal attention over two rows of three channels; queries, keys and values are equal."""
+    x = x.view(-1, 1, 2, 3)
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True).flatten(1)
+
+
+def interpolate(x: Tensor) -> Tensor:
+    """Sample a fixed image at learned places."""
+    image = torch.arange(16.0, dtype=x.dtype).cos().view(1, 1, 4, 4).expand(len(x), -1, -1, -1)
+    return F.grid_sample(image, 0.3 * x.view(-1, 3, 1, 2), align_corners=False).flatten(1).repeat(1, 2)
+
+
+def convolved(*parts: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 4, 2), *parts, nn.Tanh(), nn.Flatten(), nn.Linear(24, 3))
+
+
+# Networks, and whether torch lacks the forward derivative of their outputs, or has a wrong one.
+ALL_NETWORKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "group norm": (lambda: convolved(nn.GroupNorm(2, 4)), False),
+    "layer norm": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)),
+        False,
+    ),
+    "instance norm": (lambda: convolved(nn.InstanceNorm2d(4, affine=True)), False),
+    "encoder": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        False,
+    ),
+    "wrong forward derivative": (lambda: Between(WrongForward.apply), True),
+    "LSTM": (lambda: LastStep(nn.LSTM), False),
+    "GRU": (lambda: LastStep(nn.GRU), False),
+    "attention": (lambda: Between(attend), False),
+    "mish": (lambda: Between(F.mish), False),
+    "grid sample": (lambda: Between(interpolate), True),
+    "weight norm": (
+        lambda: nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(12, 3)), nn.Tanh()),
+        False,
+    ),
+    "checkpointed": (
+        lambda: Between(lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=False)),
+        True,
+    ),
+    "own function": (lambda: Between(Square.apply), True),
+}
+
+
+def flat_gradient(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    slopes = torch.autograd.grad(F.cross_entropy(network(x), y), list(network.parameters()))
+    return torch.cat([slope.flatten() for slope in slopes])
+
+
+def dense_hessian(network: nn.Module, x: Tensor, y: Tensor, step: float = 1e-4) -> Tensor:
+    """Return the Hessian by central differences of gradients, of fourth order, without any second derivative."""
+    columns = []
+    for parameter in network.parameters():
+        for entry in parameter.data.view(-1):
+            kept, total = entry.clone(), 0
+            for place, weight in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
+                entry.copy_(kept + place * step)
+                total = total + weight * flat_gradient(network, x, y) / (12 * step)
+            entry.copy_(kept)
+            columns.append(total)
+    return torch.stack(columns, 1)
+
+
+def dense_gauss_newton(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the Gauss-Newton matrix from rows of the Jacobian, each a gradient."""
+    parameters, outputs = list(network.parameters()), network(x)
+    rows = [torch.autograd.grad(one, parameters, retain_graph=True) for one in outputs.flatten()]
+    jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    size = outputs.numel()
+    second = hessian(lambda own: F.cross_entropy(own, y))(outputs.detach()).reshape(size, size)
+    return jacobian.T @ second @ jacobian
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ALL_NETWORKS)
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_products_are_exact_whichever_derivatives_torch_lacks(name: str, kind) -> None:
+    torch.manual_seed(0)
+    make, lacking = ALL_NETWORKS[name]
+    network = make().double()
+    x, y = torch.randn(10, 3, 4, dtype=torch.float64), torch.randint(3, (10,))
+    operator = CurvatureOperator(network, uneven(x, y), F.cross_entropy, kind=kind, columns=32)
+    assert operator.fallback == ""
+    found = operator.matrix()
+    expected = (dense_hessian if kind == "hessian" else dense_gauss_newton)(network, x, y)
+    assert (found - expected).norm() < 1e-9 * expected.norm()
+    assert bool(operator.fallback) is (lacking and kind == "gauss_newton")
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+def test_products_of_recurrent_networks_in_single_precision_are_those_in_double(kind) -> None:
+    torch.manual_seed(0)
+    network, x, y = LastStep(nn.LSTM), torch.randn(10, 3, 4), torch.randint(3, (10,))
+    found = CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind, columns=32)
+    exact = CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind, columns=32, dtype=torch.float64).matrix()
+    assert (found.matrix() - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.parametrize("columns", [1, 32])
+def test_functions_without_second_derivative_are_refused_where_autograd_would_omit_them(kind, columns: int) -> None:
+    data = torch.randn(10, 3, 4, dtype=torch.float64), torch.arange(10) % 3
+    operator = CurvatureOperator(Between(SquareOnce.apply).double(), data, F.cross_entropy, kind=kind, columns=columns)
+    with pytest.raises(ValueError, match=r"torch has no second derivative.*once_differentiable"):
+        operator.matrix()
+
+
 def test_the_hessian_at_interpolation_is_the_gauss_newton_matrix() -> None:
     network, (x, _) = small(), samples(20)
     exact = network(x).detach()
