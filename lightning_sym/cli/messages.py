@@ -17,6 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException  # 
 
 from lightning_sym._text import TRACEBACK, nearest
 from lightning_sym.cli.given import LINKED, SECTIONS, SETTINGS, class_of, classes, full_path, path_of, unknown_option
+from lightning_sym.cli.named import missing_module
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network, NetworkOrModule
 
@@ -159,8 +160,9 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
         return f"{where}: expected the path of a class or a function, got {match[1]!r}."
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
         key = re.search(r'Parser key "([^"]+)"', line)
-        wanted = "torch.nn.Module" if match[1] == NetworkOrModule.__name__ else match[1]
-        return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {wanted}."
+        wanted = {NetworkOrModule.__name__: "torch.nn.Module", "Dataset": "torch.utils.data.Dataset"}
+        where = f"{full_path(given, key[1])}: " if key else ""
+        return f"{where}{' or '.join(_misfits(line))} is not a subclass of {wanted.get(match[1], match[1])}."
     return None
 
 
@@ -187,11 +189,7 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
     for path, kind, _ in classes(given):
         module = kind.rpartition(".")[0]
         if f"{module}.".startswith(f"{missing}."):
-            return (
-                f"{path}: There is no module {missing!r}."
-                f"{nearest(missing, ('lightning_sym', 'pytorch_lightning', 'torch'))} "
-                "If it is yours, run this in its folder, or put that on PYTHONPATH."
-            )
+            return missing_module(path, missing)
         try:
             importlib.import_module(module or "lightning_sym")
         except ImportError as error:

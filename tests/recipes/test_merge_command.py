@@ -868,7 +868,7 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
         ("a.pt b.pt a.pt --out=m.safetensors --align-only", "align_only writes the second of two checkpoints"),
         ("a.pt b.pt --out=m.safetensors --align-only --recalibrate --data=DigitsDataModule", "align_only writes none"),
         ("a.pt b.pt --out=m.safetensors --data=DiabetesDataModule", "the network does not run on the example input"),
-        ("a.pt b.pt --out=m.safetensors --data=Digits", "There is no class 'Digits'."),
+        ("a.pt b.pt --out=m.safetensors --data=Digits", "data: Unknown class 'Digits';"),
         ("a.pt extra.pt --out=m.safetensors", "extra.pt holds 'more', which MultiLayerPerceptron has not"),
         ("a.pt fewer.pt --out=m.safetensors", "fewer.pt does not hold"),
     ],

@@ -399,7 +399,7 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
     Path("cache/snapshots").mkdir(parents=True)
     shutil.copytree("with/checkpoint-5", "cache/snapshots/1a2b")
     for path, says in (
-        ("cache", "It holds snapshots/1a2b: give one of them."),
+        ("cache", "It holds snapshots/1a2b: give cache/snapshots/1a2b."),
         ("nowhere", "There is no file or folder nowhere; expected"),
         ("nowhere+adapter", "There is no file or folder nowhere+adapter; expected"),
         ("x.pt+zoo", "zoo is no adapter; expected a folder with adapter_config.json"),
