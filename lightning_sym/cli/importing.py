@@ -173,10 +173,8 @@ def sizes_named(name: str, arguments: Mapping[str, Any], data: Any) -> Iterator[
         said = [f"{size} {value}" for size, value in sizes.items() if size not in arguments]
         if not said or " of shape " not in str(error):
             raise
-        kind = ", whose targets are values, not class numbers" * bool(getattr(data, "regression", False))
-        raise ValueError(
-            f"{str(error).rstrip('.')}; {' and '.join(said)} follow{'s' * (len(said) == 1)} from the data{kind}."
-        ) from error
+        kind = ", as their targets are values, not class numbers" * bool(getattr(data, "regression", False))
+        raise ValueError(f"{str(error).rstrip('.')}; the data give {', '.join(said)}{kind}.") from error
 
 
 def _builder(name: str, arguments: dict[str, Any], data: Any) -> Any:

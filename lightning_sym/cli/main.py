@@ -59,6 +59,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         status = _command(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()  # here, where a closed reader is noticed, not when Python ends
+    except KeyboardInterrupt:  # before anything was begun
+        return _interrupted(resumes=False)
     except BrokenPipeError:  # ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,8 @@ def run(asked: Asked) -> None:
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.merging.config import trusted_class
     from lightning_sym.models import build_light, build_model, construct, example_of
+    from lightning_sym.reports.merging import merging_results
+    from lightning_sym.symmetry.files import new_folder
     from lightning_sym.tasks import SquaredDistance
 
     config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
@@ -303,16 +305,23 @@ def run(asked: Asked) -> None:
     elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
     own = sizes_named(class_of(asked.network), arguments_of(asked.network), data)
-    with errors_named(about.get("network", asked.files[0]), data, given="network" in about), own:
-        if config is not None:
-            found = config.run(asked.out, **options)
-        else:
-            found = merge_checkpoints(
-                asked.files, asked.out, base=asked.base, method=asked.method, **options, **asked.settings
-            )
     if identity is not None:
         about["data"] = identity
-    _report(asked, found, about, None if loss is None else "mean squared distance")
+    place = asked.out.parent
+    # Weights and report appear together, at the end: the same command starts an interrupted one again.
+    with new_folder(place, [asked.report.name, asked.out.name]) as folder:
+        out = folder / asked.out.name
+        with errors_named(about.get("network", asked.files[0]), data, given="network" in about), own:
+            if config is not None:
+                found = config.run(out, **options)
+            else:
+                found = merge_checkpoints(
+                    asked.files, out, base=asked.base, method=asked.method, **options, **asked.settings
+                )
+        found = replace(found, out=place / found.out.relative_to(folder))
+        results = merging_results(found, about, None if loss is None else "mean squared distance")
+        _write_report(results, folder / asked.report.name)
+    _print(asked, found, results)
 
 
 def _merge_adapters(asked: Asked, config: Any) -> None:
@@ -349,20 +358,21 @@ def _merge_adapters(asked: Asked, config: Any) -> None:
     print(f"  adapter {asked.out}")
 
 
-def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None) -> None:
-    """Write the report, and print its tables and notes."""
+def _write_report(results: Any, folder: Path) -> None:
+    from lightning_sym.figures import write_figure
+
+    for table in results.tables:
+        table.write(folder)
+    for name, figure in results.figures:
+        write_figure(figure, folder / f"{name}.png")
+    for name, content in results.files.items():
+        write_atomically(folder / name, content)
+
+
+def _print(asked: Asked, found: Any, results: Any) -> None:
+    """Print tables and notes, and where the files are."""
     from rich.console import Console
 
-    from lightning_sym.figures import write_figure
-    from lightning_sym.reports.merging import merging_results
-
-    results = merging_results(found, dict(about), loss)
-    for table in results.tables:
-        table.write(asked.report)
-    for name, figure in results.figures:
-        write_figure(figure, asked.report / f"{name}.png")
-    for name, content in results.files.items():
-        write_atomically(asked.report / name, content)
     console = Console(width=80)
     method = "aligned" if found.align_only else f"merged by {found.settings.method.name}"
     base = f", base {found.names[0]}" if found.has_base else ""

@@ -21,6 +21,8 @@ from lightning_sym.cli.named import missing_module
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network, NetworkOrModule
 
+_NO_FORWARD = r"^Trying to use forward AD with (?:aten::)?(\w+) that does not support it"
+
 
 def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
     """Return an error's message on one line, and a parser's in plain words with the nearest valid name.
@@ -31,6 +33,11 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
             an option that the parser calls by its name alone.
     """
     line = " ".join(message.split())
+    if match := re.search(_NO_FORWARD, line):
+        return (
+            f"torch has no forward derivative of {match[1]}, which this measurement needs; choose another one, or a "
+            "network without this operation."
+        )
     if path := _foreign_class(line):
         return (
             f"{path} is of the package lightning, but lightning_sym needs the classes of pytorch_lightning; use "
@@ -279,8 +286,8 @@ def is_expected(error: BaseException) -> bool:
         frames = list(traceback.walk_tb(error.__traceback__))
         name = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
         return name.startswith("lightning_sym.") and str(error).endswith(".")
-    if isinstance(error, RuntimeError):
-        return str(error).startswith("Early stopping conditioned on metric")  # that of a mistyped option
+    if isinstance(error, RuntimeError):  # the first is that of a mistyped option
+        return bool(re.search(rf"^Early stopping conditioned on metric|{_NO_FORWARD}", str(error)))
     return isinstance(error, ValueError | OSError | MisconfigurationException)
 
 

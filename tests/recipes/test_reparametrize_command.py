@@ -438,6 +438,7 @@ def test_help_names_all_objectives_and_kinds_and_fits_on_a_screen() -> None:
         ("a --out=m --objective=weight_norm --start=hadamad", "Did you mean 'hadamard'?"),
         ("a --out=m --objective=weight_norm --max_step=3", "reparametrize has no option 'max_step'. Did you mean"),
         ("a --out=m --objective=quantization_error --bits=4", "Did you mean 'objective.bits'?"),
+        ("a --out=m --objective=quantization_error --objective.bit=4", "Did you mean 'objective.bits'?"),
         ("a --out=m --objective=weight_norm --max_steps=-3", "--max_steps takes a whole number >= 0, got -3."),
         ("a --out=m --objective=weight_norm --budget=0", "--budget takes a number > 0, got 0."),
         ("a --out=m --objective=weight_norm --lr=fast", "--lr takes a number > 0, got 'fast'."),
@@ -465,14 +466,16 @@ def test_misspelt_objectives_do_not_wait_for_torch() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("a.pt --objective=quantization_error", "quantization_error needs data to run the network on; pass data"),
-        ("a.pt --objective=quantization_error --objective.bit=4 --data=random", "Did you mean 'bits'?"),
+        ("a.pt --objective=quantization_error", "quantization_error needs data to run the network on; give --data"),
         ("a.pt --objective=quantization_error --objective.bits=1 --data=random", "bits must be an integer >= 2, got 1"),
         ("a.pt --objective=gradient_norm --data=random", "the batch holds no targets"),
         ("a.pt --objective=weight_norm --factors=rotations", "'rotations'; expected one of: all, scales"),
         ("a.pt --objective=weight_norm --factors=scale", "Did you mean 'scales'?"),
         ("a.pt --objective=weight_norm --data=Digits", "data: Unknown class 'Digits';"),
-        ("a.pt --objective=weight_norm --data=DiabetesDataModule", "the network does not run on the example input"),
+        (
+            "a.pt --objective=weight_norm --data=DiabetesDataModule",
+            "; the data give num_classes 1, as their targets are values",
+        ),
         ("a.pt --objective=mine.Own", "objective: There is no module 'mine'"),
         ("a.pt --objective=weight_norm --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
         ("a.pt --objective=weight_norm --out=m", "out is m; expected a file that ends in .safetensors."),
