@@ -1,6 +1,7 @@
 """Your own data: tensors in memory or in a file, and torch data sets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -332,7 +333,13 @@ def _checked(augmentations: list[Augmentation] | None) -> tuple[Augmentation, ..
 
 
 def _tensor(values: Any) -> Tensor:
-    return values.detach().cpu() if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+    """Return values as a tensor; an image of PIL with its channels first, as torchvision does."""
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    if hasattr(values, "getbands"):
+        pixels = torch.from_numpy(np.array(values))
+        return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+    return torch.as_tensor(np.asarray(values))
 
 
 def _as_split(pair: Any, where: str) -> LabelledInputs:
@@ -351,6 +358,8 @@ def _as_split(pair: Any, where: str) -> LabelledInputs:
         inputs = inputs / 255
     inputs = inputs.float() if inputs.is_floating_point() or inputs.dtype == torch.bool else inputs.long()
     targets = targets.float() if targets.is_floating_point() else targets.long()
+    if not targets.is_floating_point() and targets.ndim == 2 and targets.shape[1] == 1:
+        targets = targets[:, 0]  # class numbers in a column
     if targets.is_floating_point() and targets.ndim == 1:
         targets = targets[:, None]  # shape of network outputs; otherwise a loss would broadcast [B] and [B, 1]
     check_tensors(inputs, targets, where)
@@ -402,8 +411,10 @@ def _stacked(dataset: Any, split: str) -> Pair:
         )
     items = iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))
     columns: tuple[list[Tensor], list[Tensor]] = [], []
-    for number, item in enumerate(items):
+    for number, item in enumerate(_read_items(items, split)):
         try:
+            if isinstance(item, Tensor | np.ndarray):  # an input alone, whose first axis may be of two
+                raise TypeError
             for column, part in zip(columns, item, strict=True):
                 column.append(_tensor(part))
         except (TypeError, ValueError):
@@ -413,10 +424,28 @@ def _stacked(dataset: Any, split: str) -> Pair:
             ) from None
     for name, column in zip(("inputs", "targets"), columns, strict=True):
         shapes = sorted({tuple(part.shape) for part in column})
+        if not shapes:
+            raise ValueError(f"The data set for {split} is empty; expected items (input, target).")
         if len(shapes) != 1:
-            seen = " and ".join(map(str, shapes[:2])) or "no items at all"
+            seen = " and ".join(map(str, shapes[:2]))
             raise ValueError(f"The {name} of the data set for {split} must all have one shape, got {seen}.")
     return torch.stack(columns[0]), torch.stack(columns[1])
+
+
+def _read_items(items: Iterable[Any], split: str) -> Iterator[Any]:
+    """Yield the items of a data set; its own errors are reported with the number of the item."""
+    reading = iter(items)
+    for number in count():
+        try:
+            item = next(reading)
+        except StopIteration:
+            return
+        except Exception as error:  # of any kind: it is foreign code
+            raise ValueError(
+                f"Item {number} of the data set for {split} cannot be read ({type(error).__name__}: {error}); repair "
+                "the data set, or leave this item out."
+            ) from error
+        yield item
 
 
 def _kinds(item: Any) -> str:

@@ -129,6 +129,11 @@ def hold(descriptor: int) -> bool | None:
     return True
 
 
+def is_temporary(path: Path) -> bool:
+    """Return whether a file name is one of the temporary names used here for incomplete checkpoints."""
+    return path.name.startswith(".") and path.suffix == ".tmp"
+
+
 def remove_abandoned(folder: Path) -> list[Path]:
     """Remove temporary files of processes that were killed while writing; files of running processes stay.
 

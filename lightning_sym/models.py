@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import lightning_sym.networks
+from lightning_sym._checkpoint_files import check_model_folder
 from lightning_sym._documents import load_json
 from lightning_sym._text import nearest
 from lightning_sym.symmetry import Call, without_weights
 from lightning_sym.symmetry.tracing.capture import first_names
-from lightning_sym.zoo import MANIFEST, ModelZoo
+from lightning_sym.zoo import ModelZoo
 
 # Two samples: an axis of one would broadcast.
 _BATCH = 2
@@ -295,8 +296,7 @@ def model_in(folder: str | Path, arguments: Mapping[str, Any] | None = None, *, 
     if (Path(folder) / "config.json").is_file():
         name, arguments = named_in(folder, arguments or {})
         return build_model(name, arguments, meta=meta)
-    if not (Path(folder) / MANIFEST).exists():
-        raise ValueError(f"{folder} names no network; expected the folder of a model (with config.json), or a zoo.")
+    check_model_folder(folder)
     if arguments:
         raise ValueError(f"{folder} is a zoo, whose network has its arguments; got {', '.join(arguments)}.")
     architecture = ModelZoo.open(folder).architecture

@@ -114,11 +114,24 @@ _CODES = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"} | {
     for kind in "iu"
     for size, code in ((1, "b"), (2, "h"), (4, "i"), (8, "q"))
 }
+
+
+class _Setting:
+    """Stands for settings that trainings save beside weights, ``argparse.Namespace`` and paths; holds nothing."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, _: object) -> None:
+        pass
+
+
 # What a file may name besides tensors and plain values. Numpy's own functions could unpickle arrays of objects.
 _SCALARS: list[Any] = [
     (_scalar, "numpy.core.multiarray.scalar"),
     (_scalar, "numpy._core.multiarray.scalar"),
     (_Dtype, "numpy.dtype"),
+    *((_Setting, name) for name in ("argparse.Namespace", "pathlib.PosixPath", "pathlib.WindowsPath")),
 ]
 
 

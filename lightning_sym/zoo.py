@@ -40,6 +40,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import MANIFEST
 from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._claims import Claim
 from lightning_sym._documents import load_json
@@ -50,7 +51,6 @@ from lightning_sym.networks import Network, architecture_name, build
 from lightning_sym.weights import as_network, check_numbers_alike, fit_weights, flat_weights, read_weights
 
 FORMAT = "lightning_sym.zoo/1"
-MANIFEST = "manifest.json"
 _MEMBER = re.compile(r"member-\d{4,}\.safetensors")
 _DAMAGED = "delete it and train the member again"
 _WRONG_SUM = "its content does not agree with its checksum"

@@ -53,7 +53,7 @@ def definition_of(kind: str) -> ast.ClassDef | None:
     """
     module, _, name = kind.rpartition(".")
     if kind in _LIGHTNING:
-        files = {folder / _LIGHTNING[kind] for folder in _folders("pytorch_lightning")}
+        files = {folder / _LIGHTNING[kind] for folder in folders("pytorch_lightning")}
     elif (module and not module.startswith(_PACKAGE)) or not name.isidentifier():
         return None
     else:
@@ -68,7 +68,7 @@ def summaries(room: str) -> Iterator[tuple[str, str]]:
     Args:
         room: ``tasks``, ``networks``, ``datamodules`` or ``callbacks``.
     """
-    for folder in _folders(f"{_PACKAGE}.{room}"):
+    for folder in folders(f"{_PACKAGE}.{room}"):
         nodes = ast.walk(_parsed(folder / "__init__.py"))
         words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         for name in sorted(word for word in words if word.isidentifier() and word not in _BASES):
@@ -89,16 +89,26 @@ def _derives(definition: ast.ClassDef, root: str) -> bool:
 
 
 @cache
-def _folders(package: str) -> list[Path]:
-    spec = importlib.util.find_spec(package)  # of the package, which it does not import
+def folders(package: str) -> list[Path]:
+    """Return the folders of a package, which is not imported.
+
+    Args:
+        package: Its dotted name; its parents are imported.
+    """
+    spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+
+
+def class_names() -> frozenset[str]:
+    """Return the names of all classes of this package."""
+    return frozenset(_files_with_classes())
 
 
 @cache
 def _files_with_classes() -> dict[str, set[Path]]:
     """Return the files of this package that define classes, by the names of the classes."""
     found: dict[str, set[Path]] = {}
-    for file in {file for room in _ROOMS for folder in _folders(room) for file in folder.rglob("*.py")}:
+    for file in {file for room in _ROOMS for folder in folders(room) for file in folder.rglob("*.py")}:
         for name in re.findall(r"^class (\w+)\b", file.read_text(encoding="utf-8"), re.MULTILINE):
             found.setdefault(name, set()).add(file)
     return found

@@ -2,17 +2,22 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from lightning_sym._documents import StrictLoader, load_yaml
-from lightning_sym._text import nearest
+from lightning_sym._text import nearest, unknown
 from lightning_sym.cli.catalogue import shipped_options
-from lightning_sym.cli.given import merge, read_given, standing_alone, unknown_option, without_value
+from lightning_sym.cli.given import merge, read_given, standing_alone, unknown_option, with_one_dash, without_value
+from lightning_sym.cli.named import wrong_class
 from lightning_sym.recipes import recipe_names, recipe_path
+
+# Words of options that belong to no class.
+WORDS = {"figures": ("png", "pdf", "svg"), "figure_size": ("column", "page")}
 
 
 def checked_options(args: Sequence[str]) -> list[str]:
@@ -31,11 +36,19 @@ def checked_options(args: Sequence[str]) -> list[str]:
 
 
 def _wrong_option(args: Sequence[str]) -> str:
+    if wrong := with_one_dash(args):
+        return wrong
     if alone := standing_alone(args):
         known = os.path.isfile(alone) or alone.removesuffix(".yaml") in recipe_names()
         todo = f"give it as --config {alone}" if known else "options are --NAME VALUE, a recipe is --config RECIPE"
         return f"{alone!r} belongs to no option; {todo}.{'' if known else nearest(alone, recipe_names())}"
-    return unknown_option(merge(read_given(args)), shipped_options) or without_value(args)
+    given = merge(read_given(args))
+    wrong = unknown_option(given, shipped_options) or without_value(args) or wrong_class(given)
+    return wrong or next((_wrong_word(given, name, words) for name, words in WORDS.items() if name in given), "")
+
+
+def _wrong_word(given: Mapping[str, Any], name: str, words: Sequence[str]) -> str:
+    return "" if given[name] in (None, *words) else unknown(f"word of --{name}", given[name], words)
 
 
 def _resolved(args: Sequence[str]) -> list[str]:

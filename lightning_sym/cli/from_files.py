@@ -3,6 +3,7 @@
 A command is a row of a table. This module reads the options without importing torch.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,14 +22,22 @@ from lightning_sym.cli.given import (
     read_given,
     separated,
     unknown_option,
+    with_one_dash,
     without_value,
 )
 from lightning_sym.cli.importing import NETWORK, Asked, make_data, make_zoo, own_package, print_members
-from lightning_sym.cli.places import check_files, check_network, check_places, has_epoch, is_first_process, is_zoo
+from lightning_sym.cli.named import check_classes
+from lightning_sym.cli.places import check_files, check_places, has_epoch, is_first_process, is_zoo
 
 _ZOO = "imported"  # its folder in the run folder
 _OWN = ("network", "out", "prefix")
 _ALSO = ("data", "model", "trainer", "checkpoint", "config", "overwrite", "seed_everything", "log_details", *FIGURES)
+# Options of other commands, and what stands for them here.
+_ELSEWHERE = {
+    "run_dir": " The run folder is --out.",
+    "input": " The shape of an input follows from --data.",
+    "ckpt_path": " Checkpoints are given without an option.",
+}
 _MEMBERS = ("--model=lightning_sym.tasks.ZooTask", "--trainer.max_epochs=0", "--trainer.enable_model_summary=false")
 
 
@@ -97,10 +106,13 @@ Example:
         options, files = separated(args)
         mine = [option for option in options if _first(option) in _OWN]
         rest = [option for option in options if _first(option) not in _OWN]
+        if wrong := with_one_dash(args):
+            raise ValueError(wrong)
         given, known = merge(read_given(mine)), (*_OWN, *_ALSO)
         for option in rest:
             if _first(option) not in known:
-                raise ValueError(f"{self.name} has no option '{_first(option)}'.{nearest(_first(option), known)}")
+                hint = _ELSEWHERE.get(_first(option)) or nearest(_first(option), known)
+                raise ValueError(f"{self.name} has no option '{_first(option)}'.{hint}")
         if wrong := without_value(options):
             raise ValueError(wrong)
         zoo = len(files) == 1 and is_zoo(files[0])
@@ -116,7 +128,8 @@ Example:
         if wrong := unknown_option(merged, shipped_options):
             raise ValueError(wrong)
         data = merge(read_given(after)).get("data")
-        missing = [] if class_of(given.get("network")) or zoo else ["--network"]
+        folders = any(map(os.path.isdir, files))  # of which another sentence tells
+        missing = [] if class_of(given.get("network")) or folders else ["--network"]
         missing += [] if class_of(data) else ["--data"]
         if missing:
             raise ValueError(f"Missing: {', '.join(missing)}.")
@@ -138,13 +151,13 @@ Example:
 
         Raises:
             FileNotFoundError: If a file does not exist.
-            ValueError: If the run folder is taken.
+            ValueError: If the run folder is taken, or a class or its module does not exist.
         """
         if not asked.is_zoo:
             check_files(asked.of.files)
-            check_network(class_of(asked.of.network))
+        check_classes(network=asked.of.network, data=asked.of.data)
         try:
-            check_places("fit", [*asked.before, *asked.after, *self._places(asked, Path())])
+            check_places("fit", [*asked.before, *asked.after, *self._places(asked, Path())], zoos=False)
         except ValueError as error:  # the run folder has another name here
             said = str(error).replace("resume it (--ckpt_path last), ", "")
             raise ValueError(said.replace("--run_dir", "--out")) from None

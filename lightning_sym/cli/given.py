@@ -103,6 +103,8 @@ def read_own(
         ValueError: If an option is unknown.
     """
     options, names = separated(args, flags)
+    if wrong := with_one_dash(args):
+        raise ValueError(wrong)
     given = merge(read_given(options))
     for name in given:
         if name not in known:
@@ -148,6 +150,18 @@ def shape_of(given: Any) -> tuple[int, ...]:
     if not all(re.fullmatch(r"[1-9]\d*", str(size)) for size in sizes):
         raise ValueError(f"--input takes a shape without the batch, such as 3,224,224, got {given}.")
     return tuple(int(size) for size in sizes)
+
+
+def with_one_dash(args: Sequence[str]) -> str:
+    """Return the sentence for an option with one dash, except ``-c`` and ``-h``; empty if there is none.
+
+    Args:
+        args: Options after the command.
+    """
+    for option, _ in _pairs(args, _HELP):
+        if re.match(r"-[^-]", option) and option not in ("-c", "-h"):
+            return f"Unknown option '{option}'; options begin with two dashes, as in --{option[1:]}."
+    return ""
 
 
 def standing_alone(args: Sequence[str]) -> str:
@@ -245,6 +259,9 @@ def _of_a_class(
     kinds |= {path: kind for path, kind, _, _ in given}
     found = [path for path, kind in kinds.items() if name in (options_of(kind) or ())]
     found += [path for path, _, key, _ in given if key == name]
+    longer = [(path, f"max_{name}") for path, kind in kinds.items() if f"max_{name}" in (options_of(kind) or ())]
+    if not found and longer:
+        return f" Did you mean {'.'.join(longer[0])!r}?"
     names = dict.fromkeys(f"{path}.{name}{rest}" for path in found)
     return f" Did you mean {' or '.join(map(repr, list(names)[:2]))}?" if names else ""
 

@@ -4,14 +4,18 @@ This module reads the options without importing torch.
 """
 
 import json
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_sym._checkpoint_files import check_folder
 from lightning_sym.cli.given import LINKED, arguments_of, class_of, read_own
-from lightning_sym.cli.places import check_files, check_network, is_zoo
+from lightning_sym.cli.named import check_classes
+from lightning_sym.cli.places import check_files, is_zoo
 
 USAGE = "usage: lightning-sym import FILE ... --network NETWORK --out FOLDER [--data DATAMODULE] [--prefix PREFIX]"
 NEEDS = "lightning_sym.models"  # imports PyTorch
@@ -74,10 +78,11 @@ def look(asked: Asked) -> Asked:
 
     Raises:
         FileNotFoundError: If one does not.
-        ValueError: If one is a folder, or the network's module does not exist.
+        ValueError: If one is a folder, or a class or its module does not exist.
     """
     check_files(asked.files)
-    check_network(class_of(asked.network))
+    check_folder(asked.out)
+    check_classes(network=asked.network, data=asked.data)
     return asked
 
 
@@ -134,13 +139,42 @@ def make_zoo(asked: Asked, data: Any) -> Any:
     from lightning_sym.weights import as_network, fit_weights, read_weights
     from lightning_sym.zoo import ModelZoo
 
-    network = as_network(_builder(class_of(asked.network), arguments_of(asked.network), data))
+    name, arguments = class_of(asked.network), arguments_of(asked.network)
+    network = as_network(_builder(name, arguments, data))
     identity, metrics = None, None
-    if data is not None:
-        identity = data.identity()
-        states = (fit_weights(read_weights(file), network, prefix=asked.prefix, source=file) for file in asked.files)
-        metrics = [_metrics(network, state, data) for state in states]
-    return ModelZoo.add(asked.out, asked.files, network=network, prefix=asked.prefix, data=identity, metrics=metrics)
+    with sizes_named(name, arguments, data):
+        if data is not None:
+            identity = data.identity()
+            states = (
+                fit_weights(read_weights(file), network, prefix=asked.prefix, source=file) for file in asked.files
+            )
+            metrics = [_metrics(network, state, data) for state in states]
+        return ModelZoo.add(
+            asked.out, asked.files, network=network, prefix=asked.prefix, data=identity, metrics=metrics
+        )
+
+
+@contextmanager
+def sizes_named(name: str, arguments: Mapping[str, Any], data: Any) -> Iterator[None]:
+    """Add the sizes that follow from the data to an error about the shape of a tensor in a file.
+
+    Args:
+        name: As for ``--network``.
+        arguments: Arguments that were given.
+        data: The datamodule; None for none.
+
+    Raises:
+        ValueError: Instead of the error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        sizes = {} if os.path.isdir(name) else with_sizes(name, {}, data)
+        said = [f"{size} {value}" for size, value in sizes.items() if size not in arguments]
+        if not said or " of shape " not in str(error):
+            raise
+        kind = ", as their targets are values, not class numbers" * bool(getattr(data, "regression", False))
+        raise ValueError(f"{str(error).rstrip('.')}; the data give {', '.join(said)}{kind}.") from error
 
 
 def _builder(name: str, arguments: dict[str, Any], data: Any) -> Any:
@@ -154,11 +188,7 @@ def _builder(name: str, arguments: dict[str, Any], data: Any) -> Any:
     Raises:
         ValueError: If there is no such network, or it does not take the arguments.
     """
-    from jsonargparse._parameter_resolvers import get_signature_parameters
-
     import lightning_sym.networks
-    from lightning_sym.cli.annotations import fitting_size
-    from lightning_sym.cli.messages import object_at
     from lightning_sym.models import build_model, construct, model_in, named_in
 
     if is_zoo(name):
@@ -171,19 +201,46 @@ def _builder(name: str, arguments: dict[str, Any], data: Any) -> Any:
             f"{name}: networks of a zoo take one tensor and return one; for models of transformers there are merge, "
             "reparametrize and symmetry."
         )
-    classes = getattr(data, "num_classes", None)
+    arguments = with_sizes(name, arguments, data)
     if library in ("torchvision", "timm") and colon:
-        arguments = ({} if classes is None else {"num_classes": classes}) | arguments
         build_model(name, arguments, meta=True)  # tells what is wrong with the name
         own = {"name": rest, "weights": None} if library == "torchvision" else {"model_name": rest, "pretrained": False}
         path = "torchvision.models.get_model" if library == "torchvision" else "timm.create_model"
         return construct(path, {**own, **arguments}, None, "network")
-    path = f"{library}.{rest}" if colon else name
-    found = object_at(path) if "." in path else getattr(lightning_sym.networks, path, None)
-    takes = {one.name for one in get_signature_parameters(found)} if callable(found) else set()
+    return construct(f"{library}.{rest}" if colon else name, arguments, lightning_sym.networks, "network")
+
+
+def with_sizes(name: str, arguments: Mapping[str, Any], data: Any) -> dict[str, Any]:
+    """Add the sizes of the data to the arguments of a network that takes them.
+
+    Args:
+        name: As for ``--network``; no folder.
+        arguments: Arguments that were given; they win.
+        data: The datamodule; None for none.
+    """
+    from jsonargparse._parameter_resolvers import get_signature_parameters
+
+    import lightning_sym.networks
+    from lightning_sym.cli.annotations import fitting_size
+    from lightning_sym.cli.messages import object_at
+
+    library, colon, _ = name.partition(":")
+    if not name or library == "transformers" or data is None:
+        return dict(arguments)
+    path = name.replace(":", ".", 1)
+    found: Any = None
+    if library in ("torchvision", "timm") and colon:
+        takes = {"num_classes"}
+    else:
+        found = object_at(path) if "." in path else getattr(lightning_sym.networks, path, None)
+        takes = {one.name for one in get_signature_parameters(found)} if callable(found) else set()
     sizes = {size: getattr(data, size, None) for size in LINKED if size in takes}
-    fitting = {size: fitting_size(found, size, value) for size, value in sizes.items() if value is not None}
-    return construct(path, {**fitting, **arguments}, lightning_sym.networks, "network")
+    fitting = {
+        size: value if found is None else fitting_size(found, size, value)
+        for size, value in sizes.items()
+        if value is not None
+    }
+    return {**fitting, **arguments}
 
 
 def _as_options(name: str, node: Any) -> str:

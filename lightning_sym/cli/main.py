@@ -59,6 +59,8 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         status = _command(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()  # here, where a closed reader is noticed, not when Python ends
+    except KeyboardInterrupt:  # before anything was begun
+        return _interrupted(resumes=False)
     except BrokenPipeError:  # ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -73,6 +75,8 @@ def _command(args: list[str]) -> int:
         print(f"lightning-sym {__version__}")
         return 0
     command, *rest = _with_negative_numbers(args)
+    if command.startswith("-"):
+        return _misunderstood(f"Expected a command, got {command}; for example lightning-sym fit --config zoo/mnist5k.")
     if command not in _COMMANDS:
         return _misunderstood(unknown("command", command, _COMMANDS))
     if command == "recipes":
@@ -136,10 +140,12 @@ def _help() -> str:
 def _recipes(args: list[str]) -> int:
     from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
 
+    usage = "usage: lightning-sym recipes [NAME]"
+    if args in (["-h"], ["--help"]):
+        print(usage)
+        return 0
     if len(args) > 1 or any(arg.startswith("-") for arg in args):
-        wanted = args in (["-h"], ["--help"])
-        print("usage: lightning-sym recipes [NAME]", file=sys.stdout if wanted else sys.stderr)
-        return 0 if wanted else 2
+        return _misunderstood(f"recipes takes one name or none, got {' '.join(args)}.", usage)
     try:
         if args:
             print(recipe_path(args[0]).read_text(encoding="utf-8"), end="")

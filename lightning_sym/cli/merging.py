@@ -5,22 +5,31 @@ This module reads the options without importing torch.
 
 import contextlib
 import functools
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_sym._checkpoint_files import check_described, check_out, locate
 from lightning_sym._files import write_atomically
-from lightning_sym._text import nearest
+from lightning_sym._text import nearest, unknown
 from lightning_sym.cli.given import arguments_of, class_of, read_own, shape_of, whole
+from lightning_sym.cli.named import check_classes
 
 USAGE = (
     "usage: lightning-sym merge {MODEL MODEL ... | ZOO | CONFIG.yml} --out OUT [--base MODEL] [--method METHOD] "
     "[--weight 0.5,0.3] [--align auto|weights|activations|none] [--network NETWORK] [--data DATAMODULE]"
 )
 NEEDS = "lightning_sym.models"  # imports PyTorch
+# The names are repeated here so that misspelt ones do not wait for PyTorch; those that merge differences need a base.
+DIFFERENCES = (
+    *("task_arithmetic", "ties", "dare_linear", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "della"),
+    *("della_linear", "model_stock"),
+)
+METHODS = (*("linear", "slerp", "nuslerp", "karcher", "multislerp"), *DIFFERENCES, "passthrough")
 HELP = f"""{USAGE}
 
 Aligns checkpoints of one network (by permutations of units, and by scales, signs and matrices where the network allows
@@ -34,8 +43,8 @@ one parent, are not changed.
   --out OUT            a new .safetensors; a new folder if the base (else the first model) is an index or a folder, with
                        its other files. Names, types, shards are those of that model. A report is written to OUT-report
 
-  --method METHOD      linear (default), slerp, nuslerp, karcher, multislerp, task_arithmetic, ties, dare_linear,
-                       dare_ties, breadcrumbs, breadcrumbs_ties, della, della_linear, model_stock, passthrough
+  --method METHOD      linear (default), {", ".join(METHODS[1:8])},
+                       {", ".join(METHODS[8:])}
   --base MODEL         differences from it are merged; needed by the methods from task_arithmetic to model_stock
   --weight 0.5,0.3     of each model, or one number for all; likewise --density (1), --gamma, --epsilon, --scale
   --lambda 1           factor of the merged differences; --normalize true|false, --rescale, --t 0.5 likewise
@@ -56,6 +65,7 @@ one parent, are not changed.
   --seed 0             of the matching and of random masks
 
 Nothing is downloaded. timm and transformers: pip install 'lightning_sym[hf]'."""
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 WAYS = ("auto", "weights", "activations", "none")
 _FLAGS = ("align-only", "no-align", "recalibrate")
 # Settings of the methods, by their names in Python; the method checks their values.
@@ -141,6 +151,13 @@ def read_options(args: Sequence[str]) -> Asked:
     for name in ("network", "out"):
         if not class_of(given.get(name)) and not (name == "network" and name not in given and needless):
             raise ValueError(f"Missing: --{name}.")
+    method = given.get("method", "linear")
+    if method in ("weights", "activations"):
+        raise ValueError(f"{method} says how to align, not how to merge: --align {method}.")
+    if method not in METHODS:
+        raise ValueError(unknown("method", method, METHODS))
+    if (out_dtype := given.get("out-dtype")) not in (None, *DTYPES):
+        raise ValueError(unknown("word of --out-dtype", out_dtype, DTYPES))
     for name in _FLAGS:
         if given.get(name, True) is not True:
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
@@ -149,9 +166,6 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(f"--align takes {', '.join(WAYS)}, got {align!r}.{nearest(str(align), WAYS)}")
     if "no-align" in given and given.get("align", "none") != "none":
         raise ValueError(f"--no-align and --align {given['align']} contradict each other; leave one of them out.")
-    method = given.get("method", "linear")
-    if method in ("weights", "activations"):
-        raise ValueError(f"{method} says how to align, not how to merge: --align {method}.")
     if configured and (twice := [name for name in _FORMULA if name in given]):
         raise ValueError(f"--{twice[0]} is set by {files[0]}; change it there.")
     if len(files) < 2 and not (folders or configured or "base" in given):
@@ -162,7 +176,7 @@ def read_options(args: Sequence[str]) -> Asked:
         network=given.get("network"),
         base=None if given.get("base") is None else str(given["base"]),
         method=str(method),
-        settings={own: _values(given[name]) for name, own in _SETTINGS.items() if name in given},
+        settings={own: _values(name, given[name]) for name, own in _SETTINGS.items() if name in given},
         align=align,
         align_only="align-only" in given,
         recalibrate="recalibrate" in given,
@@ -178,14 +192,60 @@ def read_options(args: Sequence[str]) -> Asked:
     )
 
 
-def _values(given: Any) -> Any:
-    """Return numbers that were written with commas as a list; other values as they are."""
-    if not isinstance(given, str) or "," not in given:
+def look(asked: Asked) -> Asked:
+    """Check files, folders and names of classes.
+
+    Raises:
+        ValueError: If there is no such file or class, nothing says what the network is, or the result cannot be written
+            to its place.
+    """
+    if asked.report.exists():
+        raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
+    check_classes(network=asked.network, data=asked.data)
+    if asked.configuration is not None:
+        if not Path(asked.configuration).is_file():
+            raise ValueError(f"There is no file {os.path.abspath(asked.configuration)}; expected a configuration.")
+        return asked
+    found = [locate(file) for file in asked.files]
+    if all(one.is_adapter for one in found):
+        return asked
+    first = found[0] if asked.base is None else locate(asked.base)
+    if asked.base is None and asked.method in DIFFERENCES and not asked.align_only:
+        raise ValueError(f"{asked.method} needs a base, the parent of the models; pass base (--base).")
+    others = len(found) - (asked.base in asked.files)
+    for name, value in asked.settings.items() if not any(one.is_zoo for one in found) else ():
+        if isinstance(value, list) and len(value) not in (len(found), others):
+            raise ValueError(
+                f"--{name} holds {len(value)} values for {others} models; expected one for all, or one for each."
+            )
+    if asked.network is None:
+        check_described(first)
+    for needed, what in ((asked.align == "activations", "--align activations"), (asked.recalibrate, "--recalibrate")):
+        if needed and asked.data is None:
+            raise ValueError(f"{what} needs data to run the networks on; give --data.")
+    check_out(asked.out, found[1] if asked.align_only and len(found) > 1 else first)
+    return asked
+
+
+def _values(name: str, given: Any) -> Any:
+    """Return the value of a setting; numbers that were written with commas as a list.
+
+    Raises:
+        ValueError: If it is no number, or where the setting is a choice, neither true nor false.
+    """
+    if name in ("normalize", "rescale"):
+        if not isinstance(given, bool):
+            raise ValueError(f"--{name} takes true or false, got {given!r}.")
+        return given
+    if isinstance(given, list):
         return given
     try:
-        return [float(part) for part in given.split(",")]
+        found = [float(part) for part in str(given).split(",")]
     except ValueError:
-        return given
+        raise ValueError(
+            f"--{name} takes a number, or one for each model with commas, as in 0.5,0.3; got {given!r}."
+        ) from None
+    return found if "," in str(given) else found[0]
 
 
 def run(asked: Asked) -> None:
@@ -198,25 +258,24 @@ def run(asked: Asked) -> None:
         ValueError: If something does not fit; nothing is written then.
         OSError: If a file is missing or cannot be written.
     """
-    import lightning_sym.datamodules
+    from lightning_sym.cli.importing import make_data, sizes_named, with_sizes
     from lightning_sym.merging import MergeConfig, merge_checkpoints
     from lightning_sym.merging.adapters import is_adapter
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.merging.config import trusted_class
     from lightning_sym.models import build_light, build_model, construct, example_of
+    from lightning_sym.reports.merging import merging_results
+    from lightning_sym.symmetry.files import new_folder
     from lightning_sym.tasks import SquaredDistance
 
-    if asked.report.exists():
-        raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
     config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
     if all(map(is_adapter, asked.files)) or (config is not None and config.of_adapters):
         return _merge_adapters(asked, config)
     if asked.rank is not None:
         raise ValueError("--rank is that of merged adapters; leave it out, or give folders of adapters alone.")
-    named = None if asked.data is None else (class_of(asked.data), arguments_of(asked.data))
-    if config is not None and config.data is not None and named is None:
-        named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
-    data = None if named is None else construct(*named, lightning_sym.datamodules, "data")()
+    data = None if asked.data is None else make_data(asked.data)
+    if config is not None and config.data is not None and data is None:
+        data = construct(*trusted_class(config.data, "lightning_sym.datamodules", str(config.file)), None, "data")()
     identity = None if data is None else data.identity()  # reads the data, which tell whether targets are numbers
     loss = SquaredDistance() if getattr(data, "regression", False) else None
     options: dict[str, Any] = {
@@ -234,7 +293,8 @@ def run(asked: Asked) -> None:
     about: dict[str, Any] = {"seed": asked.seed or 0}
     model = None
     if asked.network is not None:
-        about |= {"network": class_of(asked.network), "arguments": arguments_of(asked.network)}
+        name = class_of(asked.network)
+        about |= {"network": name, "arguments": with_sizes(name, arguments_of(asked.network), data)}
         model = build_light(functools.partial(build_model, about["network"], about["arguments"]))
         options["network"] = model.network
     elif asked.shape or asked.tokens:
@@ -244,16 +304,24 @@ def run(asked: Asked) -> None:
         options["inputs"] = next(iter(data.test_dataloader()))[0][:2]
     elif model is not None:
         options["inputs"] = example_of(model, asked.shape, asked.tokens)
-    with errors_named(about.get("network", asked.files[0]), data, given="network" in about):
-        if config is not None:
-            found = config.run(asked.out, **options)
-        else:
-            found = merge_checkpoints(
-                asked.files, asked.out, base=asked.base, method=asked.method, **options, **asked.settings
-            )
+    own = sizes_named(class_of(asked.network), arguments_of(asked.network), data)
     if identity is not None:
         about["data"] = identity
-    _report(asked, found, about, None if loss is None else "mean squared distance")
+    place = asked.out.parent
+    # Weights and report appear together, at the end: the same command starts an interrupted one again.
+    with new_folder(place, [asked.report.name, asked.out.name]) as folder:
+        out = folder / asked.out.name
+        with errors_named(about.get("network", asked.files[0]), data, given="network" in about), own:
+            if config is not None:
+                found = config.run(out, **options)
+            else:
+                found = merge_checkpoints(
+                    asked.files, out, base=asked.base, method=asked.method, **options, **asked.settings
+                )
+        found = replace(found, out=place / found.out.relative_to(folder))
+        results = merging_results(found, about, None if loss is None else "mean squared distance")
+        _write_report(results, folder / asked.report.name)
+    _print(asked, found, results)
 
 
 def _merge_adapters(asked: Asked, config: Any) -> None:
@@ -290,20 +358,21 @@ def _merge_adapters(asked: Asked, config: Any) -> None:
     print(f"  adapter {asked.out}")
 
 
-def _report(asked: Asked, found: Any, about: Mapping[str, Any], loss: str | None) -> None:
-    """Write the report, and print its tables and notes."""
+def _write_report(results: Any, folder: Path) -> None:
+    from lightning_sym.figures import write_figure
+
+    for table in results.tables:
+        table.write(folder)
+    for name, figure in results.figures:
+        write_figure(figure, folder / f"{name}.png")
+    for name, content in results.files.items():
+        write_atomically(folder / name, content)
+
+
+def _print(asked: Asked, found: Any, results: Any) -> None:
+    """Print tables and notes, and where the files are."""
     from rich.console import Console
 
-    from lightning_sym.figures import write_figure
-    from lightning_sym.reports.merging import merging_results
-
-    results = merging_results(found, dict(about), loss)
-    for table in results.tables:
-        table.write(asked.report)
-    for name, figure in results.figures:
-        write_figure(figure, asked.report / f"{name}.png")
-    for name, content in results.files.items():
-        write_atomically(asked.report / name, content)
     console = Console(width=80)
     method = "aligned" if found.align_only else f"merged by {found.settings.method.name}"
     base = f", base {found.names[0]}" if found.has_base else ""

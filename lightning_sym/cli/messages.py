@@ -17,8 +17,11 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException  # 
 
 from lightning_sym._text import TRACEBACK, nearest
 from lightning_sym.cli.given import LINKED, SECTIONS, SETTINGS, class_of, classes, full_path, path_of, unknown_option
+from lightning_sym.cli.named import missing_module
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network, NetworkOrModule
+
+_NO_FORWARD = r"^Trying to use forward AD with (?:aten::)?(\w+) that does not support it"
 
 
 def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
@@ -30,6 +33,11 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
             an option that the parser calls by its name alone.
     """
     line = " ".join(message.split())
+    if match := re.search(_NO_FORWARD, line):
+        return (
+            f"torch has no forward derivative of {match[1]}, which this measurement needs; choose another one, or a "
+            "network without this operation."
+        )
     if path := _foreign_class(line):
         return (
             f"{path} is of the package lightning, but lightning_sym needs the classes of pytorch_lightning; use "
@@ -159,8 +167,9 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
         return f"{where}: expected the path of a class or a function, got {match[1]!r}."
     if match := re.search(r"does not correspond to a subclass of (\w+)", line):
         key = re.search(r'Parser key "([^"]+)"', line)
-        wanted = "torch.nn.Module" if match[1] == NetworkOrModule.__name__ else match[1]
-        return f"{key[1] + ': ' if key else ''}{' or '.join(_misfits(line))} is not a subclass of {wanted}."
+        wanted = {NetworkOrModule.__name__: "torch.nn.Module", "Dataset": "torch.utils.data.Dataset"}
+        where = f"{full_path(given, key[1])}: " if key else ""
+        return f"{where}{' or '.join(_misfits(line))} is not a subclass of {wanted.get(match[1], match[1])}."
     return None
 
 
@@ -187,11 +196,7 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
     for path, kind, _ in classes(given):
         module = kind.rpartition(".")[0]
         if f"{module}.".startswith(f"{missing}."):
-            return (
-                f"{path}: There is no module {missing!r}."
-                f"{nearest(missing, ('lightning_sym', 'pytorch_lightning', 'torch'))} "
-                "If it is yours, run this in its folder, or put that on PYTHONPATH."
-            )
+            return missing_module(path, missing)
         try:
             importlib.import_module(module or "lightning_sym")
         except ImportError as error:
@@ -281,8 +286,8 @@ def is_expected(error: BaseException) -> bool:
         frames = list(traceback.walk_tb(error.__traceback__))
         name = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
         return name.startswith("lightning_sym.") and str(error).endswith(".")
-    if isinstance(error, RuntimeError):
-        return str(error).startswith("Early stopping conditioned on metric")  # that of a mistyped option
+    if isinstance(error, RuntimeError):  # the first is that of a mistyped option
+        return bool(re.search(rf"^Early stopping conditioned on metric|{_NO_FORWARD}", str(error)))
     return isinstance(error, ValueError | OSError | MisconfigurationException)
 
 

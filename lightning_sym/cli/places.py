@@ -4,23 +4,22 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lightning_sym._checkpoint_files import check_folder, inside
 from lightning_sym._measures import MEASURES
 from lightning_sym._runs import whole_lines
-from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.catalogue import definition_of, summaries
+from lightning_sym._text import unknown
 from lightning_sym.cli.given import Tree, classes, merge, owned, read_given
 from lightning_sym.cli.requirements import Requirement, check_requirement
 from lightning_sym.recipes import recipe_of
 
 # Options of tasks and datamodules that are the folder of a zoo.
 _ZOOS = ("zoo", "other_zoo", "target_zoo", "initial")
+_DATA = (".pt", ".safetensors", ".npz")
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-_LIBRARIES = ("torchvision", "timm", "transformers")
 # Packages whose classes need not be trusted by name.
 _KNOWN = ("lightning_sym", "torch", "torchvision", "pytorch_lightning")
 
@@ -73,32 +72,11 @@ def check_files(files: Sequence[str]) -> None:
     """
     for place, file in enumerate(files):
         if os.path.isdir(file):
-            raise ValueError(f"{file} is a folder; expected the file of a checkpoint.")
+            raise ValueError(f"{file} is a folder; expected the file of a checkpoint.{inside(file)}")
         if not os.path.isfile(file):
             raise FileNotFoundError(f"There is no file {os.path.abspath(file)}.")
         if file in files[:place]:
             raise ValueError(f"{file} is there twice; leave one of them out.")
-
-
-def check_network(name: str) -> None:
-    """Check that the module of a network exists; the class is looked for when it is imported.
-
-    Args:
-        name: As for ``--network``.
-
-    Raises:
-        ValueError: If there is no such module, or no such class of this package.
-    """
-    library, colon, _ = name.partition(":")
-    if os.path.isdir(name) or (colon and library in _LIBRARIES):
-        return
-    module = name.replace(":", ".").partition(".")[0]
-    if module != name and module.isidentifier() and module not in sys.modules and find_spec(module) is None:
-        raise ValueError(
-            f"There is no module {module!r}, which {name} needs; run this in its folder, or put that on PYTHONPATH."
-        )
-    if module == name and definition_of(name) is None:
-        raise ValueError(f"There is no class {name!r}.{nearest(name, [known for known, _ in summaries('networks')])}")
 
 
 def is_first_process() -> bool:
@@ -137,6 +115,7 @@ def check_run_folder(run_dir: Path, *, overwrite: bool) -> list[Path]:
     Raises:
         ValueError: If there is another run, or files like those of a run.
     """
+    check_folder(run_dir)
     earlier = earlier_run(run_dir)
     if earlier and not earlier[0].name.startswith("config"):
         # Without the file that every run has, a folder called results may be anything.
@@ -162,12 +141,13 @@ def has_epoch(run_dir: Path) -> bool:
     return bool(inside or other) or any(len([*whole_lines(table)]) > 1 for table in tables)
 
 
-def check_places(command: str, args: Sequence[str]) -> None:
+def check_places(command: str, args: Sequence[str], *, zoos: bool = True) -> None:
     """Check what the options of ``fit`` and similar commands name: the run folder, checkpoints, zoos, measures.
 
     Args:
         command: The command.
         args: Its options, with the files of recipes.
+        zoos: Whether to check the folders of zoos.
 
     Raises:
         FileNotFoundError: If a file or folder does not exist.
@@ -180,7 +160,13 @@ def check_places(command: str, args: Sequence[str]) -> None:
     for path, kind, name, value in owned(given):
         if name == "measures" and kind.rpartition(".")[2].startswith("Similarity"):
             _check_measures(f"{path}.{name}", value)
-    if command == "fit":
+        if (
+            kind.rpartition(".")[2] == "TensorDataModule"
+            and name in ("train", "val", "test")
+            and isinstance(value, str)
+        ):
+            _check_data_file(f"{path}.{name}", value)
+    if command == "fit" and zoos:
         _check_zoos(given, trees)
     if not is_first_process():
         return  # the first one has begun the run
@@ -231,6 +217,13 @@ def _check_measures(option: str, value: object) -> None:
             raise ValueError(f"{option}: {unknown('measure', kind, MEASURES)}")
 
 
+def _check_data_file(option: str, value: str) -> None:
+    file = Path(value).expanduser()
+    if file.suffix not in _DATA or not file.is_file():
+        wrong = f"There is no file {file.absolute()}" if file.suffix in _DATA else f"{value} is of another type"
+        raise ValueError(f"{option}: {wrong}; expected a .pt, .safetensors or .npz file with x and y.")
+
+
 def _check_zoos(given: Mapping[str, Any], trees: Sequence[Tree]) -> None:
     requires = next((tree["requires"] for tree in reversed(trees) if "requires" in tree), None)  # it replaces others
     made = requires if isinstance(requires, Mapping) else {}
@@ -240,17 +233,17 @@ def _check_zoos(given: Mapping[str, Any], trees: Sequence[Tree]) -> None:
             continue
         if option in made:
             check_requirement(Requirement(option, str(made[option]), Path(value)), trees)
-        elif (
-            not made
-            and not os.path.isdir(value)
-            and kind.rpartition(".")[0]
-            in (
-                "",
-                "lightning_sym.tasks",
-                "lightning_sym.datamodules",
-            )
-        ):
-            raise FileNotFoundError(
-                f"{option}: No zoo at {os.path.abspath(value)}: the folder does not exist. Train one first, for "
-                f"example lightning-sym fit --config {recipe_of(value) or 'zoo/mnist5k'}."
-            )
+        elif not made and kind.rpartition(".")[0] in ("", "lightning_sym.tasks", "lightning_sym.datamodules"):
+            _check_zoo(option, value)
+
+
+def _check_zoo(option: str, folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(
+            f"{option}: No zoo at {os.path.abspath(folder)}: the folder does not exist. Train one first, for "
+            f"example lightning-sym fit --config {recipe_of(folder) or 'zoo/mnist5k'}."
+        )
+    if not is_zoo(folder):
+        raise FileNotFoundError(
+            f"{option}: {folder} is no zoo, as it holds no member-0000.safetensors; give another.{inside(folder)}"
+        )

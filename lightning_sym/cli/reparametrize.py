@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_sym._text import unknown
+from lightning_sym._checkpoint_files import check_described, check_out, element_in, files_of_result, single
+from lightning_sym._text import nearest, unknown
 from lightning_sym.cli.given import arguments_of, class_of, number, read_own, shape_of, whole
+from lightning_sym.cli.named import check_classes
 
 USAGE = (
     "usage: lightning-sym reparametrize CHECKPOINT {--objective OBJECTIVE | --apply ELEMENT} --out OUT "
@@ -23,7 +25,18 @@ USAGE = (
 )
 NEEDS = "lightning_sym.models"  # imports PyTorch
 # The names are repeated here so that misspelt ones do not wait for PyTorch.
-OBJECTIVES = ("quantization_error", "sparsity", "weight_norm", "path_norm", "gradient_norm", "sharpness")
+OBJECTIVES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "quantization_error": {
+        **{"bits": (), "activations": (), "granularity": ("tensor", "channel")},
+        "kind": ("output", "range"),
+    },
+    "sparsity": {"fraction": (), "kind": ("output", "l1")},
+    "weight_norm": {"p": ()},
+    "path_norm": {"p": ()},
+    "gradient_norm": {"loss": ("cross_entropy", "mse"), "p": ()},
+    "sharpness": {"loss": ("cross_entropy", "mse"), "kind": ("trace", "top"), "probes": ()},
+}
+_WITHOUT_DATA = ("range", "l1")  # kinds of objectives, which weight_norm is, too
 FACTORS = ("all", "scales", "cells", "gained", "rotations", "phases", "shifts", "tilts")
 STARTS = ("balanced", "hadamard")
 HELP = f"""{USAGE}
@@ -72,7 +85,7 @@ _OPTIONS = (
     *("objective", "apply", "out", "data", "samples", "factors", "start", "budget", "max_steps", "lr", "network"),
     *("prefix", "ignore", "input", "tokens", "seed", *_FLAGS),
 )
-_OF_ONE_OBJECTIVE = ("bits", "granularity", "activations", "kind", "fraction", "p", "loss", "probes")
+_OF_ONE_OBJECTIVE = tuple(name for names in OBJECTIVES.values() for name in names)
 _OF_OBJECTIVES = ("factors", "start", "budget", "max_steps", "lr", "maximize")
 
 
@@ -140,6 +153,9 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(f"Expected one of --objective and --apply, got {'both' if objective else 'neither'}.")
     if objective and "." not in objective and objective not in OBJECTIVES:
         raise ValueError(unknown("objective", objective, OBJECTIVES))
+    arguments = {name: _number_or_text(value) for name, value in arguments_of(given.get("objective")).items()}
+    if objective in OBJECTIVES:
+        _check_arguments(objective, arguments)
     if useless := [name for name in _OF_OBJECTIVES if name in given and not objective]:
         raise ValueError(f"--{useless[0]} needs --objective; leave it out with --apply.")
     if "inverse" in given and objective:
@@ -157,7 +173,7 @@ def read_options(args: Sequence[str]) -> Asked:
         checkpoint=files[0],
         out=Path(str(given["out"])),
         objective=objective or None,
-        arguments={name: _number_or_text(value) for name, value in arguments_of(given.get("objective")).items()},
+        arguments=arguments,
         element=None if objective else str(given["apply"]),
         inverse="inverse" in given,
         network=given.get("network"),
@@ -170,6 +186,44 @@ def read_options(args: Sequence[str]) -> Asked:
         tokens=whole(given, "tokens", 1),
         seed=whole(given, "seed", 0, 0),
     )
+
+
+def _check_arguments(objective: str, arguments: Mapping[str, Any]) -> None:
+    """Check the options of an objective by name, and that they are numbers or one of its words."""
+    for name, value in arguments.items():
+        if name not in OBJECTIVES[objective]:
+            known = nearest(name, OBJECTIVES[objective], "objective.")
+            known = known or f" It takes {', '.join(OBJECTIVES[objective])}."
+            raise ValueError(f"{objective} has no option 'objective.{name}'.{known}")
+        words = OBJECTIVES[objective][name]
+        if words:
+            _word(f"objective.{name}", value, words)
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"--objective.{name} takes a number, got {value!r}.")
+
+
+def look(asked: Asked) -> Asked:
+    """Check files, folders and names of classes.
+
+    Raises:
+        FileNotFoundError: If there is no such element.
+        ValueError: If there is no such file or class, nothing says what the network is, the objective needs data, or
+            the result cannot be written to its place.
+    """
+    found = single(asked.checkpoint)
+    if asked.element is not None:
+        element_in(asked.element)
+    own = asked.objective if "." in str(asked.objective) else None
+    check_classes(network=asked.network, data=None if asked.data == "random" else asked.data, objective=own)
+    if asked.network is None:
+        check_described(found)
+    without = asked.objective == "weight_norm" or asked.arguments.get("kind") in _WITHOUT_DATA
+    if asked.objective in OBJECTIVES and asked.data is None and not without:
+        raise ValueError(
+            f"{asked.objective} needs data to run the network on; give --data, or an objective of the weights alone."
+        )
+    check_out(asked.out, found, list(files_of_result(asked.out).values()))
+    return asked
 
 
 def _listed(value: Any) -> list[str]:
@@ -202,10 +256,10 @@ def run(asked: Asked) -> None:
     """
     import torch
 
-    import lightning_sym.datamodules
+    from lightning_sym.cli.importing import make_data, sizes_named, with_sizes
     from lightning_sym.cli.merging import errors_named
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
-    from lightning_sym.models import build_light, build_model, construct, example_of
+    from lightning_sym.models import build_light, build_model, example_of
     from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint, stored_input
     from lightning_sym.orbit.objective import Objective, Watched
     from lightning_sym.orbit.objectives import cross_entropy
@@ -214,12 +268,14 @@ def run(asked: Asked) -> None:
     is_random = asked.data == "random"
     data = None
     if asked.data is not None and not is_random:
-        data = construct(class_of(asked.data), arguments_of(asked.data), lightning_sym.datamodules, "data")()
+        data = make_data(asked.data)
     identity = None if data is None else data.identity()  # reads the data, which tell whether targets are numbers
     regression = bool(getattr(data, "regression", False))
     made = None if asked.objective is None else _objective(asked, "mse" if regression else "cross_entropy")
     if asked.network is not None:
-        model = build_light(functools.partial(build_model, class_of(asked.network), arguments_of(asked.network)))
+        name = class_of(asked.network)
+        arguments = with_sizes(name, arguments_of(asked.network), data)
+        model = build_light(functools.partial(build_model, name, arguments))
     else:
         model = model_of(find_checkpoints(asked.checkpoint)[0])
     options: dict[str, Any] = {"notes": list(model.notes), **asked.settings}
@@ -250,7 +306,8 @@ def run(asked: Asked) -> None:
     progress = _Progress(str(asked.objective))
     if made is not None and isinstance(made.objective, Objective):
         made = replace(made, objective=Watched(made.objective, progress))
-    with errors_named(model.name, data), contextlib.closing(progress):
+    own = sizes_named(class_of(asked.network), arguments_of(asked.network), data)
+    with errors_named(model.name, data), contextlib.closing(progress), own:
         found = reparametrize_checkpoint(
             asked.checkpoint,
             asked.out,

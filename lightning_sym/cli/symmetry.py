@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_sym._checkpoint_files import check_above, check_model_folder
 from lightning_sym._files import write_atomically
 from lightning_sym.cli.given import read_own, shape_of, whole
+from lightning_sym.cli.named import check_classes
 
 USAGE = (
     "usage: lightning-sym symmetry NETWORK [--input SHAPE] [--tokens NUMBER] [--output NAME] [--meta] [--out FILE.json]"
@@ -93,6 +95,22 @@ def read_options(args: Sequence[str]) -> Asked:
     )
 
 
+def look(asked: Asked) -> Asked:
+    """Check the name of the network, and the place of the table.
+
+    Raises:
+        ValueError: If there is no such class or folder of a model, or the table cannot be written to its place.
+    """
+    if asked.out is not None:
+        check_above(asked.out)
+        if asked.out.is_dir():
+            raise ValueError(f"{asked.out} is a folder; expected a file that ends in .json.")
+    if Path(asked.network).is_dir():
+        check_model_folder(asked.network)
+    check_classes(network={"class_path": asked.network, **asked.arguments})
+    return asked
+
+
 def run(asked: Asked) -> None:
     """Build the network, trace it, print the table and write it.
 
@@ -108,8 +126,6 @@ def run(asked: Asked) -> None:
     from lightning_sym.models import build_model, example_of, model_in
     from lightning_sym.symmetry import trace_symmetry
 
-    if asked.out is not None and asked.out.is_dir():
-        raise ValueError(f"{asked.out} is a folder; expected a file that ends in .json.")
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the notes contain what matters

@@ -11,47 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import CONFIGURATION, Found, check_described, configuration_in, locate
 from lightning_sym._documents import load_json
 from lightning_sym._text import unknown
-from lightning_sym.merging.folders import (
-    CONFIGURATION,
-    WEIGHTS,
-    configuration_in,
-    configured_as,
-    files_beside,
-    notes_beside,
-)
+from lightning_sym.merging.folders import configured_as, files_beside, notes_beside
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import Model, build_light, model_in, names_in_network
-from lightning_sym.symmetry.files import Planned, Shards, is_temporary, new_folder, write_files, write_single
+from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
 from lightning_sym.symmetry.proof import all_finite, double
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.weights import listed, match_weights, read_weights
-from lightning_sym.zoo import MANIFEST, ModelZoo
+from lightning_sym.zoo import ModelZoo
 
 _FLOATING = {str(dtype)[6:]: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
-_ADAPTER = "adapter_config.json"
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The weights of one input.
-
-    Attributes:
-        given: Its name, as it was given; of a zoo the path of a member.
-        file: The file with the weights, or the index of several; of an adapter alone, the adapter's.
-        folder: The folder with config.json; None without one.
-        configuration: Content of that file.
-        adapter: Folder of an adapter of low rank, to add to the weights; None for none.
-    """
-
-    given: str
-    file: Path
-    folder: Path | None = None
-    configuration: Mapping[str, Any] | None = None
-    adapter: Path | None = None
 
 
 def find_checkpoints(path: str | Path) -> list[Found]:
@@ -67,82 +40,11 @@ def find_checkpoints(path: str | Path) -> list[Found]:
     Raises:
         ValueError: If there are no weights.
     """
-    given, place = str(path), Path(path)
-    if place.name == CONFIGURATION and place.is_file():
-        place = place.parent
-    if place.is_file():
-        configuration = configuration_in(place.parent)
-        return [Found(given, place, place.parent if configuration else None, configuration)]
-    if place.is_dir():
-        return _in_folder(given, place)
-    for end in (number for number in reversed(range(len(given))) if given[number] == "+"):
-        model, adapter = Path(given[:end]), Path(given[end + 1 :])
-        if model.exists() and adapter.is_dir():
-            _adapter_weights(adapter)
-            found = find_checkpoints(model)
-            if len(found) != 1 or found[0].adapter is not None:
-                raise ValueError(f"{given} adds an adapter to {model}; expected one model before the +.")
-            return [Found(given, found[0].file, found[0].folder, found[0].configuration, adapter)]
-    raise ValueError(
-        f"There is no file or folder {given}; expected a checkpoint, the folder of a model, a zoo, or MODEL+ADAPTER. "
-        "Nothing is downloaded."
-    )
-
-
-def _in_folder(given: str, folder: Path) -> list[Found]:
-    configuration = configuration_in(folder)
-    if configuration and (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)):
-        return [Found(given, weights, folder, configuration)]
-    if (folder / MANIFEST).exists() or any(folder.glob("member-*.safetensors")):
-        zoo = ModelZoo.open(folder)
-        return [Found(str(zoo.path / member.file), zoo.path / member.file) for member in zoo]
-    if (folder / _ADAPTER).is_file():
-        return [Found(given, _adapter_weights(folder), adapter=folder)]
-    # Folders of checkpoints of one training, and caches of transformers, hold others.
-    inside = (path for path in (*folder.iterdir(), *folder.glob("snapshots/*")) if path.is_dir())
-    inner = sorted(str(path.relative_to(folder)) for path in inside if configuration_in(path) is not None)
-    hint = f" It holds {', '.join(inner[:3])}: give one of them." if inner else ""
-    raise ValueError(
-        f"{given} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
-        f"({CONFIGURATION} and {', '.join(WEIGHTS)}); expected one of them, or checkpoints.{hint}"
-    )
-
-
-def _adapter_weights(folder: Path) -> Path:
-    weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
-    if weights is None or not (folder / _ADAPTER).is_file():
-        raise ValueError(f"{folder} is no adapter; expected a folder with {_ADAPTER} and {_ADAPTER_WEIGHTS[0]}.")
-    return weights
-
-
-def description_of(found: Found) -> Path | None:
-    """Return the file that describes the network of an input: its configuration or that of its zoo; None without."""
-    if found.folder is not None:
-        return found.folder / CONFIGURATION
-    manifest = found.file.parent / MANIFEST
-    return manifest if manifest.exists() else None
-
-
-def check_out(out: Path, written: Found, beside: Sequence[str] = ()) -> None:
-    """Check, before any computation, that a result in the form of a checkpoint can be written.
-
-    Args:
-        out: Its place.
-        written: The checkpoint.
-        beside: Names of further files in the same folder.
-
-    Raises:
-        ValueError: If the place does not suit that form, or something is there.
-    """
-    several, folder = written.file.suffix == ".json", out.suffix != ".safetensors"
-    if (several and not folder) or (folder and not several and written.folder is None):
-        expected = f"a folder for the shards of {written.file.name}" if several else "a file that ends in .safetensors"
-        raise ValueError(f"out is {out}; expected {expected}.")
-    # A killed run leaves only hidden files, which do not interfere.
-    if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
-        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
-    if not folder and (there := next((own for name in beside if (own := out.with_name(name)).exists()), None)):
-        raise ValueError(f"{there} exists already; expected a place without an earlier result.")
+    found = locate(path)
+    if not found.is_zoo:
+        return [found]
+    zoo = ModelZoo.open(found.file.parent)
+    return [Found(str(zoo.path / member.file), zoo.path / member.file) for member in zoo]
 
 
 def example_in(dtype: torch.dtype, inputs: Any) -> Call:
@@ -166,13 +68,7 @@ def model_of(found: Found, *, weights: bool = False) -> Model:
     Raises:
         ValueError: If nothing says what the network is, or it cannot be built.
     """
-    described = description_of(found)
-    if described is None:
-        raise ValueError(
-            f"{found.given} is an adapter without its model; give MODEL+ADAPTER."
-            if found.file.parent == found.adapter
-            else f"{found.given} does not say its network; give the folder with its {CONFIGURATION}, or --network."
-        )
+    described = check_described(found)
     if found.configuration is not None and (quantized := found.configuration.get("quantization_config")):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise ValueError(

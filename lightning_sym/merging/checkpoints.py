@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import check_out, description_of
 from lightning_sym._files import write_atomically
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import nearest
@@ -19,7 +20,7 @@ from lightning_sym.merging.adapters import Adapter, with_adapter
 from lightning_sym.merging.alignment import HOW, Alignment, How, aligned_without_search
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
-from lightning_sym.merging.checkpoint import Checkpoint, check_out, description_of, example_in, model_of
+from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of
 from lightning_sym.merging.equal_weights import equal_weights
 from lightning_sym.merging.equality import Equality, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
+from lightning_sym._checkpoint_files import CONFIGURATION, configuration_in
 from lightning_sym._documents import load_json
 from lightning_sym.models import with_defaults
 
-# Files with the weights of a model, in the search order of from_pretrained.
-WEIGHTS = (*("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
-CONFIGURATION = "config.json"
 # Weights, in any format, and descriptions of them.
 _OF_WEIGHTS = (
     *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.ot"),
@@ -36,16 +34,6 @@ _NOT_ARCHITECTURE = (
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "gradient_checkpointing", "_attn_implementation_autoset"),
     *("unsloth_version", "id2label", "label2id", "pretrained_cfg"),
 )
-
-
-def configuration_in(folder: Path) -> dict[str, Any] | None:
-    """Return the configuration of the model in a folder; None if there is none."""
-    try:
-        content = load_json((folder / CONFIGURATION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    known = isinstance(content, dict) and ("model_type" in content or "architecture" in content)  # transformers, timm
-    return content if known else None
 
 
 def files_beside(folder: Path) -> dict[str, Path]:

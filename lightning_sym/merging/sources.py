@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sym.merging.checkpoint import Found, find_checkpoints
+from lightning_sym._checkpoint_files import Found
+from lightning_sym.merging.checkpoint import find_checkpoints
 from lightning_sym.merging.methods import merge_method
 from lightning_sym.merging.parameters import MergeSettings
 from lightning_sym.merging.result import MergedTensors

@@ -15,12 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import ELEMENT, HISTORY, REPORT, check_out, element_in, files_of_result, single
 from lightning_sym._checks import is_integer
 from lightning_sym._documents import load_json
 from lightning_sym._files import write_atomically
 from lightning_sym._text import name_of_callable
 from lightning_sym.connectivity.interpolation import Loss
-from lightning_sym.merging.checkpoint import Checkpoint, Found, check_out, example_in, find_checkpoints, model_of
+from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of
 from lightning_sym.merging.evaluation import Data, Evaluation, Inputs
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import example_of
@@ -39,7 +40,6 @@ from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import versions
 
 GIVEN, RESULT = "as given", "reparametrized"
-_ELEMENT, _HISTORY, _REPORT = "element.safetensors", "history.csv", "report.json"
 _INPUT, _LARGEST_INPUT = "lightning_sym.input", 2**24
 
 
@@ -138,9 +138,9 @@ def reparametrize_checkpoint(
     if (objective is None) == (element is None):
         given = "neither" if objective is None else "both"
         raise ValueError(f"expected an objective to minimise, or an element to apply, got {given}.")
-    source = _single(checkpoint)
+    source = single(checkpoint)
     named = (about or {}).get("objective") or (None if objective is None else name_of_callable(objective))
-    files = {name: _beside(out, name) for name in (_ELEMENT, _HISTORY, _REPORT)}
+    files = files_of_result(out)
     check_out(out, source, list(files.values()))
     if objective is not None and data is None and getattr(objective, "reads_data", False):
         raise ValueError(
@@ -162,7 +162,7 @@ def reparametrize_checkpoint(
         if objective is not None:
             result: Moved = minimize_on_orbit(symmetry, exact, objective, data=data, **options)
         else:
-            found = symmetry.load(_element_in(Path(str(element))))
+            found = symmetry.load(element_in(Path(str(element))))
             result = moved(symmetry, exact, symmetry.inverse(found) if inverse else found, check=True)
     seconds = time.perf_counter() - began
     tensors = {name: own for name, own in state_tensors(result.network).items() if own.is_floating_point()}
@@ -203,9 +203,7 @@ def stored_input(element: str | Path) -> tuple[tuple[int, ...], int | None] | No
         FileNotFoundError: If there is no such file.
         ValueError: If it is damaged.
     """
-    path = _element_in(Path(element))
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; expected an element that reparametrize wrote")
+    path = element_in(Path(element))
     try:
         with safe_open(path, framework="pt") as opened:  # type: ignore[no-untyped-call]
             text = (opened.metadata() or {}).get(_INPUT)
@@ -259,30 +257,7 @@ def calibration_batch(batches: Iterable[Sequence[Tensor]], count: int, seed: int
 # ---- inputs
 
 
-def _single(checkpoint: str | Path) -> Found:
-    """Find one checkpoint."""
-    found = find_checkpoints(checkpoint)
-    if len(found) != 1:
-        raise ValueError(f"{checkpoint} holds {len(found)} networks; expected one: give one file of them.")
-    if found[0].adapter is not None:
-        raise ValueError(
-            f"{checkpoint} holds an adapter; expected a whole model: lightning-sym merge MODEL+ADAPTER --method "
-            "passthrough --out WHOLE writes one."
-        )
-    return found[0]
-
-
-def _element_in(path: Path) -> Path:
-    """Return the file of an element, which may be in a folder that was written here."""
-    return path / _ELEMENT if path.is_dir() else path
-
-
 # ---- results
-
-
-def _beside(out: Path, name: str) -> str:
-    """Return the name of a further file, which begins with the name of the weights unless these are in a folder."""
-    return f"{out.stem}.{name}" if out.suffix == ".safetensors" else name
 
 
 def _improves(found: OrbitMinimum, *, maximize: bool) -> bool:
@@ -294,16 +269,16 @@ def _files_beside(
     files: Mapping[str, str], out: Path, report: Mapping[str, Any], example: Call, minimum: OrbitMinimum | None
 ) -> dict[str, Callable[[Path], object]]:
     """Return functions that write the report, the card, the element and the steps, by the names of the files."""
-    texts = {files[_REPORT]: json.dumps(report, indent=1, default=str) + "\n"}
+    texts = {files[REPORT]: json.dumps(report, indent=1, default=str) + "\n"}
     if minimum is not None:
-        texts[files[_HISTORY]] = _table(minimum.history)
+        texts[files[HISTORY]] = _table(minimum.history)
     if out.suffix != ".safetensors":
         texts["README.md"] = _card(out.name, report["checkpoint"], report, minimum)
     found: dict[str, Callable[[Path], object]] = {
         name: functools.partial(write_atomically, content=text) for name, text in texts.items()
     }
     if minimum is not None:
-        found[files[_ELEMENT]] = functools.partial(write_element, minimum.element, metadata=_described_input(example))
+        found[files[ELEMENT]] = functools.partial(write_element, minimum.element, metadata=_described_input(example))
     return found
 
 
@@ -379,7 +354,7 @@ def _card(title: str, source: str, report: Mapping[str, Any], minimum: OrbitMini
             "The same for other checkpoints of this architecture:",
             "",
             "```bash",
-            f"lightning-sym reparametrize OTHER --apply {_ELEMENT} --out MOVED",
+            f"lightning-sym reparametrize OTHER --apply {ELEMENT} --out MOVED",
             "```",
         ]
     return "\n".join([*lines, ""])

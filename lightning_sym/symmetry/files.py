@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_sym._documents import load_json
-from lightning_sym._files import hold, not_written, write_atomically
+from lightning_sym._files import hold, is_temporary, not_written, write_atomically
 from lightning_sym._text import nearest
 from lightning_sym.symmetry.proof import all_finite
 
@@ -169,11 +169,6 @@ class _Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.places)
-
-
-def is_temporary(path: Path) -> bool:
-    """Return whether a file name is one of the temporary names used here for incomplete checkpoints."""
-    return path.name.startswith(".") and path.suffix == ".tmp"
 
 
 def named_for(

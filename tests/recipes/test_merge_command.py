@@ -863,12 +863,15 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
         ("a.pt b.pt --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
         ("a.pt b.pt --out=there.safetensors", "there.safetensors exists already"),
         ("a.pt b.pt --out=old.safetensors", "old-report exists already"),
-        ("a.pt b.pt --out=m.safetensors --recalibrate", "recalibrate needs data to run the networks on; pass data"),
-        ("a.pt b.pt --out=m.safetensors --align=activations", "align='activations' needs data"),
+        ("a.pt b.pt --out=m.safetensors --recalibrate", "--recalibrate needs data to run the networks on; give --data"),
+        ("a.pt b.pt --out=m.safetensors --align=activations", "--align activations needs data"),
         ("a.pt b.pt a.pt --out=m.safetensors --align-only", "align_only writes the second of two checkpoints"),
         ("a.pt b.pt --out=m.safetensors --align-only --recalibrate --data=DigitsDataModule", "align_only writes none"),
-        ("a.pt b.pt --out=m.safetensors --data=DiabetesDataModule", "the network does not run on the example input"),
-        ("a.pt b.pt --out=m.safetensors --data=Digits", "There is no class 'Digits'."),
+        (
+            "a.pt b.pt --out=m.safetensors --data=DiabetesDataModule",
+            "; the data give num_classes 1, as their targets are values",
+        ),
+        ("a.pt b.pt --out=m.safetensors --data=Digits", "data: Unknown class 'Digits';"),
         ("a.pt extra.pt --out=m.safetensors", "extra.pt holds 'more', which MultiLayerPerceptron has not"),
         ("a.pt fewer.pt --out=m.safetensors", "fewer.pt does not hold"),
     ],
@@ -889,6 +892,64 @@ def test_the_command_line_says_what_is_wrong(options: str, says: str) -> None:
     assert result.status == 1
     assert says in result.error
     assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} <= before
+
+
+def test_an_interrupted_merge_leaves_nothing_and_the_same_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, name in enumerate(("a.pt", "b.pt")):
+        as_state_dict(perceptron(seed), name)
+    options = ("merge", "a.pt", "b.pt", "--out=new/m.safetensors", "--data=DigitsDataModule", "--points=2", *MLP)
+    before = set(Path().rglob("*"))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lightning_sym.figures.write_figure", interrupt)  # the last file; the weights are written
+        result = call(*options)
+    assert (result.status, result.err) == (130, "lightning-sym: interrupted\n")
+    assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} <= before
+    said = succeed(*options).out
+    assert "weights new/m.safetensors" in said
+    assert {path.name for path in Path("new").iterdir()} == {"m.safetensors", "m-report"}
+    assert "new/m.safetensors" in Path("new/m-report/lines.json").read_text()
+
+
+OWN_DATA = """
+import torch
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count=60):
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(count, 1, 8, 8, generator=generator), torch.arange(count) % 10
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(self.y[index])
+"""
+
+
+@pytest.mark.parametrize(
+    "command", [("merge", "b.pt", "--points=2"), ("reparametrize", "--objective=sharpness", "--max_steps=1")]
+)
+def test_data_are_named_as_for_other_commands(command: tuple[str, ...]) -> None:
+    """A data set of one's own has its arguments, and gives the sizes of the network."""
+    Path("own_rows.py").write_text(OWN_DATA)
+    for seed, name in enumerate(("a.pt", "b.pt")):
+        as_state_dict(perceptron(seed), name)
+    data = (
+        "--data=DatasetDataModule",
+        "--data.dataset=own_rows.Rows",
+        "--data.dataset.count=50",
+        "--data.batch_size=9",
+    )
+    name, *options = command
+    network = ("--network=MultiLayerPerceptron", "--network.widths=[12,12]")
+    assert "loss" in succeed(name, "a.pt", *options, *network, *data, "--out=m.safetensors").out
+    torch.save(MultiLayerPerceptron(widths=(12, 12), in_channels=1, image_size=8, num_classes=4).state_dict(), "a.pt")
+    said = call(name, "a.pt", *options, *network, *data, "--out=n.safetensors").error
+    assert said.endswith("; the data give in_channels 1, image_size (8, 8), num_classes 10."), said
 
 
 def test_shards_that_do_not_fit() -> None:

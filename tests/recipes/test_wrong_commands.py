@@ -1,9 +1,13 @@
 """Wrong command lines of many kinds: each is answered by one sentence, before anything slow is imported."""
 
+import inspect
+import json
 import re
 import shlex
+import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,10 +15,17 @@ from commands import call
 from test_sentences import assert_says, entries
 
 import lightning_sym.cli
+from lightning_sym.cli import checking, merging, reparametrize
+from lightning_sym.figures.files import FORMATS, FigureSize
+from lightning_sym.merging import METHODS
+from lightning_sym.orbit.objectives import OBJECTIVES
 
-# ASK are the options of a command that takes checkpoints, SMALL those of a small task.
-ASK = "--network=own_nets.Net --data=DigitsDataModule"
-SMALL = "--model=ZooTask --model.network=MultiLayerPerceptron --data=DigitsDataModule"
+SHORT = {
+    "ASK": "--network=own_nets.Net --data=DigitsDataModule",
+    "MODELS": "a.pt b.pt --network=own_nets.Net",
+    "ONE": "a.pt --network=own_nets.Net --out=m.safetensors",
+    "SMALL": "--model=ZooTask --model.network=MultiLayerPerceptron --data=DigitsDataModule",
+}
 
 NOT_UNDERSTOOD = """
 $ Fit --config zoo/mnist5k
@@ -62,6 +73,55 @@ $ evidence a.pt ASK --data.batchsize=3
 DigitsDataModule has no option 'data.batchsize'. Did you mean 'data.batch_size'?
 $ similarity a.pt b.pt ASK --model.measure=[group]
 SimilarityTask has no option 'model.measure'. Did you mean 'model.measures'?
+$ spectrum a.pt ASK --input=3,4
+spectrum has no option 'input'. The shape of an input follows from --data.
+$ spectrum a.pt ASK --run_dir=x
+spectrum has no option 'run_dir'. The run folder is --out.
+$ spectrum a.pt ASK -out x
+Unknown option '-out'; options begin with two dashes, as in --out.
+$ similarity a.pt b.pt ASK --figures=jpg
+Unknown word of --figures 'jpg'; expected one of: png, pdf, svg. ...
+$ curve a.pt b.pt ASK --figure_size=tiny
+Unknown word of --figure_size 'tiny'; expected one of: column, page.
+$ spectrum a.pt --network=own_nets.Net --data=own_nets
+data: own_nets is a module; name a class in it, as own_nets.Net.
+$ spectrum a.pt --network=own_nets.Net --data=DatasetDataModule --data.dataset=own_nets.Nets
+data.dataset: There is no class own_nets.Nets. Did you mean 'Net'?
+$ fit SMALL --model.network=own_nets.Nett
+model.network: There is no class own_nets.Nett. Did you mean 'Net'?
+$ fit SMALL --data=DigitsDatamodule
+data: Unknown class 'DigitsDatamodule'; ... Did you mean 'DigitsDataModule'?
+$ fit SMALL --trainer.callbacks+=EarlyStoping
+trainer.callbacks: Unknown class 'EarlyStoping'; ... Did you mean 'EarlyStopping'?
+$ fit --config=named.yaml
+model.network: The module 'own_nets' of this folder is named in a file only, which is not trusted to import it; add
+--model.allow '[own_nets]'.
+$ fit -config zoo/mnist5k
+Unknown option '-config'; options begin with two dashes, as in --config.
+$ fit --config zoo/mnist5k --epochs 3
+Unknown option 'epochs'. Did you mean 'trainer.max_epochs'?
+$ --config zoo/mnist5k
+Expected a command, got --config; for example lightning-sym fit --config zoo/mnist5k.
+$ recipes zoo/mnist5k stitching/mnist5k
+recipes takes one name or none, got zoo/mnist5k stitching/mnist5k.
+$ merge MODELS
+Missing: --out.
+$ merge MODELS -o m.safetensors
+Unknown option '-o'; options begin with two dashes, as in --o.
+$ merge MODELS --out=m.safetensors --method=tie
+Unknown method 'tie'; expected one of: linear, ... Did you mean 'ties'?
+$ merge MODELS --out=m.safetensors --out-dtype=bf16
+Unknown word of --out-dtype 'bf16'; ... Did you mean 'bfloat16'?
+$ merge MODELS --out=m.safetensors --weight=half,half
+--weight takes a number, or one for each model with commas, as in 0.5,0.3; got 'half,half'.
+$ merge MODELS --out=m.safetensors --normalize=maybe
+--normalize takes true or false, got 'maybe'.
+$ reparametrize ONE --objective=quantization_error --objective.bit=3
+quantization_error has no option 'objective.bit'. Did you mean 'objective.bits'?
+$ reparametrize ONE --objective=quantization_error --objective.bits=many
+--objective.bits takes a number, got 'many'.
+$ reparametrize ONE --objective=sharpness --objective.kind=range
+Unknown word of --objective.kind 'range'; expected one of: trace, top. ...
 $ symmetry own_nets.Net other.Net
 Expected one network, got own_nets.Net, other.Net.
 $ symmetry own_nets.Net --tokens=0
@@ -84,15 +144,108 @@ There is no file .../absent.pt.
 $ import folder --network=own_nets.Net --out=zoo
 folder is a folder; expected the file of a checkpoint.
 $ import a.pt --network=nowhere.Net --out=zoo
-There is no module 'nowhere', which nowhere.Net needs; run this in its folder, or put that on PYTHONPATH.
+network: There is no module 'nowhere'. If it is yours, run this in its folder, or put that on PYTHONPATH.
 $ import a.pt --network=MyrtleCN --out=zoo
-There is no class 'MyrtleCN'. Did you mean 'MyrtleCNN'?
+network: Unknown class 'MyrtleCN'; give its full path, or the name of a shipped class. Did you mean 'MyrtleCNN'?
+$ import a.pt --network=own_nets.Nett --out=zoo
+network: There is no class own_nets.Nett. Did you mean 'Net'?
+$ import a.pt --network=own_nets.py --out=zoo
+network: own_nets.py is a module; name a class in it, as own_nets.Net.
+$ import a.pt --network=own_nets --out=zoo
+network: own_nets is a module; name a class in it, as own_nets.Net.
+$ import a.pt --network=broken_nets.Net --out=zoo
+broken_nets.py, line 1: ...; Python cannot read this module.
+$ import a.pt --network=b.pt --out=zoo
+network: b.pt is a file; expected a class, as my_networks.Net, or torchvision:resnet18.
+$ import a.pt --network=own_nets.Net --data=MNIST5kDatamodule --out=zoo
+data: Unknown class 'MNIST5kDatamodule'; ... Did you mean 'MNIST5kDataModule' or 'MNISTDataModule'?
+$ import a.pt --network=own_nets.Net --out=b.pt
+b.pt is a file; expected a folder.
+$ import a.pt --network=own_nets.Net --out=b.pt/zoo
+b.pt/zoo cannot be made, as .../b.pt is a file; expected a place in a folder.
+$ import shards --network=own_nets.Net --out=new
+shards is a folder; expected the file of a checkpoint. It holds model.safetensors.index.json: give
+shards/model.safetensors.index.json.
 $ spectrum absent.pt ASK
 There is no file .../absent.pt.
 $ curve a.pt a.pt ASK
 a.pt is there twice; leave one of them out.
 $ evidence a.pt --network=nowhere:make --data=DigitsDataModule
-There is no module 'nowhere', which nowhere:make needs; run this in its folder, or put that on PYTHONPATH.
+network: There is no module 'nowhere'. If it is yours, run this in its folder, or put that on PYTHONPATH.
+$ spectrum mine --data=DigitsDataModule
+mine is a folder; expected the file of a checkpoint. It holds zoo: give mine/zoo.
+$ curve zoo a.pt ASK
+zoo is a folder; expected the file of a checkpoint.
+$ evidence a.pt --network=own_nets.Net --data=TensorDataModule --data.train=absent.pt
+data.train: There is no file .../absent.pt; expected a .pt, .safetensors or .npz file with x and y.
+$ evidence a.pt --network=own_nets.Net --data=TensorDataModule --data.train=own_nets.py
+data.train: own_nets.py is of another type; expected a .pt, .safetensors or .npz file with x and y.
+$ spectrum a.pt ASK --out=b.pt
+b.pt is a file; expected a folder.
+$ symmetry own_nets.Nett --input=3
+network: There is no class own_nets.Nett. Did you mean 'Net'?
+$ symmetry folder
+folder names no network; expected the folder of a model (with config.json), or a zoo.
+$ symmetry a.pt
+network: a.pt is a file; expected a class, as my_networks.Net, or torchvision:resnet18.
+$ symmetry own_nets.Net --input=3 --out=a.pt/table.json
+a.pt/table.json cannot be made, as .../a.pt is a file; expected a place in a folder.
+$ merge a.pt absent.pt --network=own_nets.Net --out=m.safetensors
+There is no file or folder absent.pt; expected a checkpoint, ...
+$ merge a.pt shards --network=own_nets.Net --out=m.safetensors
+shards is neither a zoo ... It holds model.safetensors.index.json: give shards/model.safetensors.index.json.
+$ merge mine --out=m.safetensors
+mine is neither a zoo ... It holds zoo: give mine/zoo.
+$ merge model b.pt --out=m
+model has config.json, but no weights (model.safetensors, ...); add them.
+$ merge a.pt b.pt --network=own_nets.Nett --out=m.safetensors
+network: There is no class own_nets.Nett. Did you mean 'Net'?
+$ merge MODELS --out=m.pt
+out is m.pt; expected a file that ends in .safetensors.
+$ merge MODELS --out=there.safetensors
+there.safetensors exists already; expected a new path.
+$ merge MODELS --out=old.safetensors
+old-report exists already; expected a place without an earlier report.
+$ merge MODELS --out=a.pt/m.safetensors
+a.pt/m.safetensors cannot be made, as .../a.pt is a file; expected a place in a folder.
+$ merge MODELS --out=m.safetensors --base=c.pt
+There is no file or folder c.pt; ...
+$ merge MODELS --out=m.safetensors --method=ties
+ties needs a base, the parent of the models; pass base (--base).
+$ merge MODELS --out=m.safetensors --weight=0.1,0.2,0.7
+--weight holds 3 values for 2 models; expected one for all, or one for each.
+$ merge MODELS --out=m.safetensors --recalibrate
+--recalibrate needs data to run the networks on; give --data.
+$ merge MODELS --out=m.safetensors --align=activations
+--align activations needs data to run the networks on; give --data.
+$ merge MODELS --out=m.safetensors --data=DigitDataModule
+data: Unknown class 'DigitDataModule'; ... Did you mean 'DigitsDataModule'?
+$ merge absent.yml --out=m
+There is no file .../absent.yml; expected a configuration.
+$ reparametrize zoo --objective=weight_norm --out=m.safetensors
+zoo holds 2 networks; expected one: give one file of them.
+$ reparametrize a.pt --objective=weight_norm --out=m.safetensors
+a.pt does not say its network; give the folder with its config.json, or --network.
+$ reparametrize adapter --objective=weight_norm --out=m
+adapter holds an adapter; expected a whole model: ...
+$ reparametrize ONE --objective=sharpness
+sharpness needs data to run the network on; give --data, or an objective of the weights alone.
+$ reparametrize ONE --objective=own_nets.Nett
+objective: There is no class own_nets.Nett. Did you mean 'Net'?
+$ reparametrize ONE --apply=absent.safetensors
+There is no file absent.safetensors; expected an element that reparametrize wrote.
+$ reparametrize ONE --apply=folder
+There is no file folder/element.safetensors; expected an element that reparametrize wrote.
+$ reparametrize ONE --objective=weight_norm --data=Random
+data: Unknown class 'Random'; ...
+$ fit SMALL --run_dir=a.pt
+a.pt is a file; expected a folder.
+$ fit SMALL --run_dir=a.pt/run
+a.pt/run cannot be made, as .../a.pt is a file; expected a place in a folder.
+$ fit SMALL --model.initial=folder
+model.initial: folder is no zoo, as it holds no member-0000.safetensors; give another.
+$ fit SMALL --model.initial=mine
+model.initial: mine is no zoo, as it holds no member-0000.safetensors; give another. It holds zoo: give mine/zoo.
 $ spectrum a.pt ASK --out=taken
 taken already holds a run; put this one elsewhere (--out FOLDER), or replace it (--overwrite true).
 $ spectrum a.pt ASK --out=thesis
@@ -133,17 +286,34 @@ a.pt is a file; expected the folder of a run (with config.yaml), or of several r
 """
 
 
+FILES = {
+    **dict.fromkeys(("a.pt", "b.pt", "there.safetensors", "taken/checkpoints/last.ckpt"), ""),
+    **dict.fromkeys(("thesis/results/years_of_work.txt", "zoo/member-0000.safetensors"), ""),
+    **dict.fromkeys(("zoo/member-0001.safetensors", "mine/zoo/member-0000.safetensors"), ""),
+    "own_nets.py": "class Net:\n    pass\n",
+    "broken_nets.py": "class Net(:\n",
+    "named.yaml": "model: {class_path: ZooTask, init_args: {network: own_nets.Net}}",
+    "taken/config.yaml": "model: {}",
+    "shards/model.safetensors.index.json": "{}",
+    "model/config.json": '{"model_type": "gpt2"}',
+    "adapter/adapter_config.json": "{}",
+    "adapter/adapter_model.safetensors": "",
+}
+
+
 @pytest.fixture
-def places():
+def places(monkeypatch):
     """Make the files and folders that the commands name."""
-    for name in ("a.pt", "b.pt", "own_nets.py"):
-        Path(name).write_text("")
-    for folder in ("taken/checkpoints", "thesis/results", "zoo", "folder"):
-        Path(folder).mkdir(parents=True)
-    Path("taken/config.yaml").write_text("model: {}")
-    Path("taken/checkpoints/last.ckpt").touch()
-    Path("thesis/results/years_of_work.txt").touch()
-    Path("zoo/member-0000.safetensors").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command adds the folder
+    for name, text in FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    for folder in ("folder", "old-report"):
+        Path(folder).mkdir()
+
+
+def arguments(command):
+    return shlex.split(re.sub(r"\b[A-Z]{3,}\b(?=$| )", lambda found: SHORT.get(found[0], found[0]), command))
 
 
 @pytest.mark.usefixtures("places")
@@ -155,7 +325,7 @@ def test_a_wrong_command_is_answered_before_torch_is_imported(status, command, s
     monkeypatch.setattr(sys.modules[lightning_sym.cli.main.__module__], "_load", load)
     files = set(Path().rglob("*"))
     start = time.process_time()
-    result = call(*shlex.split(command.replace("ASK", ASK).replace("SMALL", SMALL)))
+    result = call(*arguments(command))
     assert time.process_time() - start < 1
     assert result.status == status, result.err
     assert_says(result.error, sentence)
@@ -163,3 +333,29 @@ def test_a_wrong_command_is_answered_before_torch_is_imported(status, command, s
     usage = result.err.splitlines()[-1]
     assert len(usage) <= 80, usage
     assert re.match(r"usage: lightning-sym |\(LIGHTNING_SYM_TRACEBACK", usage)
+
+
+@pytest.mark.usefixtures("places")
+def test_none_of_these_commands_imports_torch():
+    commands = [arguments(entry.values[1]) for entry in (*entries(NOT_UNDERSTOOD, 2), *entries(FAILED, 1))]
+    code = (
+        "import json, sys\nfrom lightning_sym.cli import main\npath = [place for place in sys.path if place]\n"
+        "for line in sys.stdin:\n    sys.path[:] = path\n    main(json.loads(line))\n"
+        "    assert 'torch' not in sys.modules, line\nprint('done')"
+    )
+    lines = "".join(f"{json.dumps(command)}\n" for command in commands)
+    run = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=False)
+    assert run.stdout.splitlines()[-1:] == ["done"], run.stderr[-600:]
+
+
+def test_names_that_are_repeated_where_torch_is_not_imported():
+    assert tuple(METHODS) == merging.METHODS
+    assert {name for name, method in METHODS.items() if method.base == "needed"} == {*merging.DIFFERENCES}
+    assert {name: {*options} for name, options in reparametrize.OBJECTIVES.items()} == {
+        name: {*inspect.signature(make).parameters} for name, make in OBJECTIVES.items()
+    }
+    for name, options in reparametrize.OBJECTIVES.items():
+        hints = typing.get_type_hints(OBJECTIVES[name])
+        for option, words in options.items():
+            assert not words or option == "loss" or words == typing.get_args(hints[option]), (name, option)
+    assert {"figures": FORMATS, "figure_size": typing.get_args(FigureSize)} == checking.WORDS

@@ -1,5 +1,6 @@
 """Checkpoints from elsewhere: what can be read, which names fit, and what is refused before anything is written."""
 
+import argparse
 import functools
 import pickle
 import shlex
@@ -127,6 +128,21 @@ def test_scalars_of_numpy_beside_a_state_dict_are_read(kind, new):
     )
     found = fit_weights(read_weights("numpy.pt"), network)
     assert all(torch.equal(found[name], tensor) for name, tensor in network.state_dict().items())
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_settings_beside_a_state_dict_are_passed_over_and_run_nothing(new):
+    network = Plain()
+    settings = argparse.Namespace(lr=0.1, out=Path("runs/a"), schedule={"steps": [3, 4]}, more=argparse.Namespace())
+    content = {"model": network.state_dict(), "args": settings}
+    torch.save(content, "settings.pt", _use_new_zipfile_serialization=new)
+    found = fit_weights(read_weights("settings.pt"), network)
+    assert all(torch.equal(found[name], tensor) for name, tensor in network.state_dict().items())
+
+    settings.out = Touch()
+    torch.save(content, "harm.pt", _use_new_zipfile_serialization=new)
+    assert_refused(read_weights, "harm.pt", says="and is not opened")
+    assert not Path("harm").exists()
 
 
 def test_scalars_of_numpy_run_nothing():
@@ -287,10 +303,10 @@ def test_regressors_are_imported_with_their_squared_distance():
         ("a.pt", "Missing: --network, --out."),
         ("--network=my_networks.Plain --out=zoo", "Missing: a file."),
         ("--network=my_networks.Plin --out=zoo a.pt", "There is no class 'my_networks.Plin'. Did you mean 'Plain'?"),
-        ("--network=nowhere.Plain --out=zoo a.pt", "There is no module 'nowhere', which nowhere.Plain needs;"),
+        ("--network=nowhere.Plain --out=zoo a.pt", "network: There is no module 'nowhere'."),
         ("--network=my_networks.Plain --network.widht=3 --out=zoo a.pt", "Plain has no argument 'widht'. Did you mean"),
         ("--network=my_networks.Plain --outt=zoo a.pt", "import has no option 'outt'. Did you mean 'out'?"),
-        ("--network=Plain --out=zoo a.pt", "There is no class 'Plain'."),
+        ("--network=Plain --out=zoo a.pt", "network: Unknown class 'Plain';"),
         ("--network=my_networks.Plain.Inner --out=zoo a.pt", "Plain.Inner is not at the top level of a module"),
         ("--network=my_networks.Plain --out=zoo a.pt a.pt", "a.pt is there twice; leave one of them out."),
         ("--network=my_networks.Needy --out=zoo a.pt", "Needy needs the argument 'width'; give --network.width."),

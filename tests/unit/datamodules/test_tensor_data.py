@@ -10,6 +10,7 @@ from helpers import assert_refused, assert_same
 from safetensors.torch import save_file
 from torch.nn.functional import mse_loss
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torchvision.transforms.functional import to_pil_image
 
 from lightning_sym._random import generator
 from lightning_sym.callbacks import MarginalLikelihood, ZooExport
@@ -222,6 +223,30 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
         *images, says=["Item 0 of the data set for train must be a pair", "got tuple of object, int"], error=TypeError
     )
     assert_refused(DatasetDataModule, [(SPECTRA[0], 1), (SPECTRA[0, :1], 1)], says="must all have one shape")
+    assert_refused(DatasetDataModule, [], says="The data set for train is empty; expected items")
+    # A tensor of two rows is an input without its target, not a pair.
+    assert_refused(DatasetDataModule, list(torch.randn(40, 2, 8)), says="got Tensor", error=TypeError)
+
+    class Unreadable(list):
+        def __getitem__(self, index):
+            raise KeyError("scan_17.png")
+
+    says = "Item 0 of the data set for train cannot be read (KeyError: 'scan_17.png')"
+    assert_refused(DatasetDataModule, Unreadable([1]), says=says)
+
+
+def test_images_of_pil_have_their_channels_first_and_a_column_of_classes_becomes_a_row():
+    pixels = torch.randint(256, (40, 3, 4, 5), dtype=torch.uint8)
+    classes = torch.arange(40) % 3
+    images = [(to_pil_image(one), target[None]) for one, target in zip(pixels, classes, strict=True)]
+    grey = [(to_pil_image(one[:1]), target) for one, target in zip(pixels, classes, strict=True)]
+    options = {"batch_size": 4}
+    expected = DatasetDataModule(list(zip(pixels, classes, strict=True)), **options)
+    found, flat = DatasetDataModule(images, **options), DatasetDataModule(grey, **options)
+    for name in ("train", "val", "test"):
+        torch.testing.assert_close(found.split_tensors(name), expected.split_tensors(name), rtol=0, atol=0)
+    assert (found.input_shape, found.num_classes) == ((3, 4, 5), 3)
+    assert flat.input_shape == (1, 4, 5)
 
 
 def regressors(**settings):

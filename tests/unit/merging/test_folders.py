@@ -399,12 +399,12 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
     Path("cache/snapshots").mkdir(parents=True)
     shutil.copytree("with/checkpoint-5", "cache/snapshots/1a2b")
     for path, says in (
-        ("cache", "It holds snapshots/1a2b: give one of them."),
+        ("cache", "It holds snapshots/1a2b: give cache/snapshots/1a2b."),
         ("nowhere", "There is no file or folder nowhere; expected"),
         ("nowhere+adapter", "There is no file or folder nowhere+adapter; expected"),
         ("x.pt+zoo", "zoo is no adapter; expected a folder with adapter_config.json"),
         ("zoo+adapter", "zoo+adapter adds an adapter to zoo; expected one model before the +."),
-        ("with", "It holds checkpoint-5: give one of them."),
+        ("with", "It holds checkpoint-5: give with/checkpoint-5."),
     ):
         assert_refused(find_checkpoints, path, says=says)
     assert_refused(model_of, file, says="x.pt does not say its network; give the folder with its config.json, or")

@@ -1,0 +1,245 @@
+"""Checkpoints as files and folders: what is where, and whether a result can be written. Needs no torch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_sym._documents import load_json
+from lightning_sym._files import is_temporary
+
+# Files with the weights of a model, in the search order of from_pretrained.
+WEIGHTS = (*("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
+CONFIGURATION = "config.json"
+MANIFEST = "manifest.json"  # of a zoo
+# Files of a reparametrized checkpoint beside its weights.
+ELEMENT, HISTORY, REPORT = "element.safetensors", "history.csv", "report.json"
+_ADAPTER = "adapter_config.json"
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The weights of one input.
+
+    Attributes:
+        given: Its name, as it was given; of a zoo the path of a member.
+        file: The file with the weights, or the index of several; of an adapter alone, the adapter's.
+        folder: The folder with config.json; None without one.
+        configuration: Content of that file.
+        adapter: Folder of an adapter of low rank, to add to the weights; None for none.
+        is_zoo: Whether it is a zoo, with ``file`` as its first member.
+    """
+
+    given: str
+    file: Path
+    folder: Path | None = None
+    configuration: Mapping[str, Any] | None = None
+    adapter: Path | None = None
+    is_zoo: bool = False
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter alone, without its model."""
+        return self.file.parent == self.adapter
+
+
+def locate(path: str | Path) -> Found:
+    """Find the weights that a path names, without reading them.
+
+    Args:
+        path: A file; a folder with ``config.json`` and weights; a zoo; a folder with ``adapter_config.json``; or two
+            paths of a model and an adapter, ``MODEL+ADAPTER``.
+
+    Raises:
+        ValueError: If there are no weights.
+    """
+    given, place = str(path), Path(path)
+    if place.name == CONFIGURATION and place.is_file():
+        place = place.parent
+    if place.is_file():
+        configuration = configuration_in(place.parent)
+        return Found(given, place, place.parent if configuration else None, configuration)
+    if place.is_dir():
+        return _in_folder(given, place)
+    for end in (number for number in reversed(range(len(given))) if given[number] == "+"):
+        model, adapter = Path(given[:end]), Path(given[end + 1 :])
+        if model.exists() and adapter.is_dir():
+            _adapter_weights(adapter)
+            found = locate(model)
+            if found.is_zoo or found.adapter is not None:
+                raise ValueError(f"{given} adds an adapter to {model}; expected one model before the +.")
+            return replace(found, given=given, adapter=adapter)
+    raise ValueError(
+        f"There is no file or folder {given}; expected a checkpoint, the folder of a model, a zoo, or MODEL+ADAPTER. "
+        "Nothing is downloaded."
+    )
+
+
+def _in_folder(given: str, folder: Path) -> Found:
+    configuration = configuration_in(folder)
+    if configuration and (weights := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)):
+        return Found(given, weights, folder, configuration)
+    if members := members_in(folder):
+        return Found(given, members[0], is_zoo=True)
+    if (folder / _ADAPTER).is_file():
+        return Found(given, _adapter_weights(folder), adapter=folder)
+    hint = inside(folder)
+    if configuration:
+        raise ValueError(f"{given} has {CONFIGURATION}, but no weights ({', '.join(WEIGHTS)}); add them.{hint}")
+    raise ValueError(
+        f"{given} is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model "
+        f"({CONFIGURATION} and {', '.join(WEIGHTS)}); expected one of them, or checkpoints.{hint}"
+    )
+
+
+def inside(folder: str | Path) -> str:
+    """Return a sentence with what a folder holds that may be meant instead; empty if there is nothing."""
+    place = Path(folder)
+    # Folders of checkpoints of one training, and caches of transformers, hold others; run folders a zoo.
+    folders = (path for path in (*place.iterdir(), *place.glob("snapshots/*")) if path.is_dir())
+    found = sorted(str(path.relative_to(place)) for path in folders if configuration_in(path) or members_in(path))
+    found += [name for name in WEIGHTS if (place / name).is_file()]
+    return f" It holds {', '.join(found[:3])}: give {place / found[0]}." if found else ""
+
+
+def members_in(folder: Path) -> list[Path]:
+    """Return the files of a zoo's members, of which the first may be missing; none if a folder is no zoo."""
+    members = sorted(folder.glob("member-*.safetensors"))
+    return members or [folder / "member-0000.safetensors"] * (folder / MANIFEST).exists()
+
+
+def _adapter_weights(folder: Path) -> Path:
+    weights = next((folder / name for name in _ADAPTER_WEIGHTS if (folder / name).is_file()), None)
+    if weights is None or not (folder / _ADAPTER).is_file():
+        raise ValueError(f"{folder} is no adapter; expected a folder with {_ADAPTER} and {_ADAPTER_WEIGHTS[0]}.")
+    return weights
+
+
+def single(path: str | Path) -> Found:
+    """Find the weights of one whole network.
+
+    Raises:
+        ValueError: If a path names no network, several, or an adapter.
+    """
+    found = locate(path)
+    members = members_in(found.file.parent) if found.is_zoo else [found.file]
+    if len(members) != 1:
+        raise ValueError(f"{path} holds {len(members)} networks; expected one: give one file of them.")
+    if found.adapter is not None:
+        raise ValueError(
+            f"{path} holds an adapter; expected a whole model: lightning-sym merge MODEL+ADAPTER --method "
+            "passthrough --out WHOLE writes one."
+        )
+    return replace(found, given=str(found.file), is_zoo=False) if found.is_zoo else found
+
+
+def element_in(path: str | Path) -> Path:
+    """Return the file of an element, which may be in the folder of a reparametrized checkpoint.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+    """
+    file = Path(path) / ELEMENT if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no file {file}; expected an element that reparametrize wrote.")
+    return file
+
+
+def files_of_result(out: Path) -> dict[str, str]:
+    """Return the names of the files beside the weights of a reparametrized checkpoint.
+
+    They begin with the name of the weights unless these are in a folder.
+    """
+    start = f"{out.stem}." if out.suffix == ".safetensors" else ""
+    return {name: f"{start}{name}" for name in (ELEMENT, HISTORY, REPORT)}
+
+
+def description_of(found: Found) -> Path | None:
+    """Return the file that describes the network of an input: its configuration or that of its zoo; None without."""
+    if found.folder is not None:
+        return found.folder / CONFIGURATION
+    manifest = found.file.parent / MANIFEST
+    return manifest if manifest.exists() else None
+
+
+def check_described(found: Found) -> Path:
+    """Return the file that describes the network of an input.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    described = description_of(found)
+    if described is None:
+        raise ValueError(
+            f"{found.given} is an adapter without its model; give MODEL+ADAPTER."
+            if found.is_adapter
+            else f"{found.given} does not say its network; give the folder with its {CONFIGURATION}, or --network."
+        )
+    return described
+
+
+def check_out(out: Path, written: Found, beside: Sequence[str] = ()) -> None:
+    """Check, before any computation, that a result in the form of a checkpoint can be written.
+
+    Args:
+        out: Its place.
+        written: The checkpoint.
+        beside: Names of further files in the same folder.
+
+    Raises:
+        ValueError: If the place does not suit that form, or something is there.
+    """
+    several, folder = written.file.suffix == ".json", out.suffix != ".safetensors"
+    if (several and not folder) or (folder and not several and written.folder is None):
+        expected = f"a folder for the shards of {written.file.name}" if several else "a file that ends in .safetensors"
+        raise ValueError(f"out is {out}; expected {expected}.")
+    check_above(out)
+    # A killed run leaves only hidden files, which do not interfere.
+    if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
+        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
+    if not folder and (there := next((own for name in beside if (own := out.with_name(name)).exists()), None)):
+        raise ValueError(f"{there} exists already; expected a place without an earlier result.")
+
+
+def check_above(out: str | Path) -> None:
+    """Check that a file or folder can be made at a place, as far as the folders above it tell.
+
+    Raises:
+        ValueError: If one of them is a file.
+    """
+    above = next(path for path in Path(out).absolute().parents if path.exists())
+    if not above.is_dir():
+        raise ValueError(f"{out} cannot be made, as {above} is a file; expected a place in a folder.")
+
+
+def check_folder(out: str | Path) -> None:
+    """Check that a folder is there, or can be made, as far as names tell.
+
+    Raises:
+        ValueError: If it is a file, or below one.
+    """
+    check_above(out)
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"{out} is a file; expected a folder.")
+
+
+def check_model_folder(folder: str | Path) -> None:
+    """Check that a folder describes a network.
+
+    Raises:
+        ValueError: If it has no ``config.json`` and is no zoo.
+    """
+    place = Path(folder)
+    if not ((place / CONFIGURATION).is_file() or (place / MANIFEST).exists()):
+        raise ValueError(f"{folder} names no network; expected the folder of a model (with config.json), or a zoo.")
+
+
+def configuration_in(folder: Path) -> dict[str, Any] | None:
+    """Return the configuration of the model in a folder; None if there is none."""
+    try:
+        content = load_json((folder / CONFIGURATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    known = isinstance(content, dict) and ("model_type" in content or "architecture" in content)  # transformers, timm
+    return content if known else None
