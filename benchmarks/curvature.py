@@ -89,7 +89,7 @@ def one_hot_blocks(x: Tensor) -> Tensor:
 def block_diagonal(layer: FactoredFullyConnected, x: Tensor) -> Tensor:
     """Apply a factored layer by two linear maps of block-diagonal inputs (docs/theory/relaxed_layers.md, 1.3)."""
     z = F.linear(one_hot_blocks(x.flatten(2)), layer.theta1.flatten(1), layer.b1)  # [N, C, C']
-    y = F.linear(one_hot_blocks(z.mT), layer.theta2, layer.b2)  # [N, C', S']
+    y = F.linear(one_hot_blocks(z.mT), layer.theta2.flatten(0, 1).T, layer.b2)  # [N, C', S']
     return y.view(len(x), layer.out_channels, *layer.out_grid)
 
 

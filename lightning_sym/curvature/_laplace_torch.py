@@ -97,4 +97,5 @@ def _matrices(block: KroneckerBlock) -> list[Tensor]:
     if block.in_factor is None or len(block.dense_sides) == 1:
         return [block.dense()]
     inner = block.in_factor.flatten(0, -3) if block.leading else block.in_factor[None]
-    return [block.out_factor, torch.block_diag(*inner)]  # type: ignore[no-untyped-call]
+    matrices = [block.out_factor, torch.block_diag(*inner)]  # type: ignore[no-untyped-call]
+    return matrices[::-1] if block.shared_out_last else matrices

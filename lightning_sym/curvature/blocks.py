@@ -127,11 +127,18 @@ class KroneckerBlock:
         Those of B and A, the latter with its blocks side by side, or of the whole where that is no Kronecker product.
         """
         out, inner = self.out_factor, self.in_factor
+        if self.axes is not None and inner is not None and self.shared_out_last:
+            return [self.leading.numel() * inner.shape[-1], out.shape[-1]]
         if inner is None or self.axes is not None:  # laplace-torch has the rows of B first
             return [self.size]
         if not self.leading or (out.ndim == 2 and not self.blocks_first):
             return [out.shape[-1], self.leading.numel() * inner.shape[-1]]
         return [self.size]
+
+    @property
+    def shared_out_last(self) -> bool:
+        """Whether the tensor has the axis of B last, behind all of A: the block is then the product of A and B."""
+        return self.axes is not None and self.axes[1][-1] == 0 and self.out_factor.ndim == 2
 
     def dense(self) -> Tensor:
         """Return the whole block, for small ones. Shape ``[P, P]`` in the row-major order of the tensor."""

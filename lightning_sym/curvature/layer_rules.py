@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sym.curvature.blocks import Axes
 from lightning_sym.curvature.rules import Rule, circular_gram, circular_patches, gram, register_layer
 from lightning_sym.layers.circular_conv import CircularConv
 from lightning_sym.layers.factored import FactoredFullyConnected, factored_hidden
@@ -83,6 +84,11 @@ class _FactoredRule(Rule):
         """Return the gradient at the products of the second factor. Shape ``[V, N, C', S']``."""
         return g.flatten(3)
 
+    def second_by_pairs(self, module: Any) -> Tensor:
+        """Return the second factor. Shape ``[C', C, S']``."""
+        second: Tensor = getattr(module, self.second)
+        return second
+
     def inputs(self, module: Any, x: Tensor) -> dict[str, Tensor]:
         """Return the input, and the numbers between the factors, by channel."""
         x = self.incoming(module, x)
@@ -92,10 +98,8 @@ class _FactoredRule(Rule):
     def gradients(self, module: Any, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         """Return the gradients between the factors and at the output, by channel."""
         g = self.outgoing(module, g)
-        pairs = (module.out_channels, module.in_channels)
-        weight = torch.unflatten(getattr(module, self.second), 1, pairs)  # [S', C', C]
         # One product for each output channel: [C', V N, S'] by [C', S', C].
-        hidden = (g.flatten(0, 1).transpose(0, 1) @ weight.transpose(0, 1)).permute(1, 2, 0)
+        hidden = (g.flatten(0, 1).transpose(0, 1) @ self.second_by_pairs(module).mT).permute(1, 2, 0)
         hidden = torch.unflatten(hidden, 0, g.shape[:2])  # [V, N, C, C']
         found = {self.first: hidden, self.second: g, "b1": hidden.sum(2)[:, :, None]}
         if self.ffc == "per_channel":
@@ -113,6 +117,13 @@ class FactoredFullyConnectedRule(_FactoredRule):
         """Return those of both factors and both biases."""
         return super().gradients(module, x, g) | {"b2": g.flatten(3).sum(2)[:, :, None]}
 
+    def axes(self, module: FactoredFullyConnected, name: str) -> Axes | None:
+        """Return that of theta2, ``[C', C, S']``, whose last axis is that of B."""
+        if name != "theta2":
+            return None
+        outs, ins, positions = module.theta2.shape
+        return (positions, outs, ins), (1, 2, 0)
+
 
 @register_layer(SparseFactoredFullyConnected)
 class SparseFactoredFullyConnectedRule(_FactoredRule):
@@ -124,6 +135,10 @@ class SparseFactoredFullyConnectedRule(_FactoredRule):
     def incoming(self, module: SparseFactoredFullyConnected, x: Tensor) -> Tensor:
         """Return the interpolated input. Shape ``[N, C, M1]``."""
         return x.flatten(2) @ module.interpolations()[0].mT
+
+    def second_by_pairs(self, module: SparseFactoredFullyConnected) -> Tensor:
+        """Return the values at the anchors of the output grid. Shape ``[C', C, M2]``."""
+        return torch.unflatten(module.u2.mT, 0, (module.out_channels, module.in_channels))
 
     def outgoing(self, module: SparseFactoredFullyConnected, g: Tensor) -> Tensor:
         """Return the interpolated gradient. Shape ``[V, N, C', M2]``."""

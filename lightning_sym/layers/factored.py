@@ -1,6 +1,7 @@
 """The factored fully connected layer: of rank one in space for each pair of channels."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +31,16 @@ def factored_map(x: Tensor, theta1: Tensor, theta2: Tensor, b1: Tensor, b2: Tens
     Args:
         x: Shape ``[N, C, S]``.
         theta1: Shape ``[C', C, S]``.
-        theta2: Shape ``[S', C' C]``.
+        theta2: Shape ``[C', C, S']``.
         b1: Shape ``[C']``.
         b2: Shape ``[S']``, or None.
 
     Returns:
-        Shape ``[N, C', S']``, contiguous.
+        Shape ``[N, C', S']``, a view of a tensor with the channels first.
     """
     hidden = factored_hidden(x, theta1, b1).permute(1, 2, 0)  # [C', N, C]
-    weight = theta2.view(-1, *theta1.shape[:2]).permute(1, 2, 0).contiguous()  # [C', C, S']
-    y = torch.bmm(hidden, weight) if b2 is None else torch.baddbmm(b2, hidden, weight)
-    return y.transpose(0, 1).contiguous()
+    y = torch.bmm(hidden, theta2) if b2 is None else torch.baddbmm(b2, hidden, theta2)
+    return y.transpose(0, 1)  # A copy into another order would take a tenth of a training step.
 
 
 class FactoredFullyConnected(GridLayer):
@@ -66,7 +66,8 @@ class FactoredFullyConnected(GridLayer):
 
     Attributes:
         theta1: Shape ``[C', C, S]``.
-        theta2: Shape ``[S', C' C]``: ``theta2[y, c' C + c]`` is the formula's ``theta2[c', c, y]``.
+        theta2: Shape ``[C', C, S']``. Its gradient has this order in memory, so that no step of training copies it.
+            States of version 1, with shape ``[S', C' C]``, are converted when they are loaded.
         b1: Shape ``[C']``, added for every input channel.
         b2: Shape ``[S']``, one map for all output channels.
         grid: ``(H, W)``.
@@ -87,9 +88,20 @@ class FactoredFullyConnected(GridLayer):
         theta1 = torch.empty(out_channels, in_channels, positions)
         theta2 = torch.empty(out_positions, out_channels * in_channels)
         self.theta1 = nn.Parameter(nn.init.uniform_(theta1, -bound1, bound1))
-        self.theta2 = nn.Parameter(nn.init.uniform_(theta2, -bound2, bound2))
+        nn.init.uniform_(theta2, -bound2, bound2)  # drawn in the order of version 1: seeds keep their networks
+        self.theta2 = nn.Parameter(self._by_pairs(theta2))
         self.b1 = nn.Parameter(torch.zeros(out_channels))
         self.b2 = nn.Parameter(torch.zeros(out_positions))
+
+    def _by_pairs(self, theta2: Tensor) -> Tensor:
+        """Return theta2 ``[S', C' C]`` as contiguous ``[C', C, S']``."""
+        return theta2.mT.reshape(self.out_channels, self.in_channels, -1).contiguous()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        theta2 = state_dict.get(f"{prefix}theta2")
+        if isinstance(theta2, Tensor) and theta2.shape == (self.theta2.shape[2], self.theta2.shape[:2].numel()):
+            state_dict[f"{prefix}theta2"] = self._by_pairs(theta2)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""

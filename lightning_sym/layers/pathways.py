@@ -89,7 +89,8 @@ class ResidualPathways(nn.Module):
                 f"The paths of ResidualPathways must give the same shape, got {found}; let a PolyphasePool follow "
                 "paths without out_grid where others have a smaller one."
             )
-        total, *others = outputs.values()
+        # The sum has the memory format of the first: factored layers have the channels before the samples there.
+        total, *others = sorted(outputs.values(), key=lambda output: not output.is_contiguous())
         for output in others:
             total = total + output
         return total if self.scale == 1 else total * self.scale

@@ -222,8 +222,8 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
 
     Attributes:
         u1: Values at the anchors of the input grid. Shape ``[C', C, M1]``.
-        u2: Values at the anchors of the output grid. Shape ``[M2, C' C]``, ordered as ``theta2`` of
-            ``FactoredFullyConnected``.
+        u2: Values at the anchors of the output grid: ``u2[m, c' C + c]`` is the formula's ``u2[c', c, m]``. Shape
+            ``[M2, C' C]``.
         b1: Shape ``[C']``.
         positions1: Anchors in pixels from the grid's centre, (row, column); a buffer unless learned. Shape ``[M1, 2]``.
         positions2: Shape ``[M2, 2]``.
@@ -283,9 +283,13 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
         return self._interpolation("1", self.grid), self._interpolation("2", self.out_grid)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Return theta1 ``[C', C, S]`` and theta2 ``[S', C' C]`` of the equivalent factored layer."""
+        """Return theta1 ``[C', C, S]`` and theta2 ``[C', C, S']`` of the equivalent factored layer."""
         phi1, phi2 = self.interpolations()
-        return self.u1 @ phi1, phi2.mT @ self.u2
+        return self.u1 @ phi1, self._by_pairs(self.u2.mT @ phi2)
+
+    def _by_pairs(self, values: Tensor) -> Tensor:
+        """Return values of pairs of channels, ``[C' C, ...]``, as ``[C', C, ...]``."""
+        return torch.unflatten(values, 0, (self.out_channels, self.in_channels))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""
@@ -294,9 +298,9 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
         # Interpolate the smaller one: weights, or samples.
         theta1, x = (self.u1 @ phi1, x.flatten(2)) if self.out_channels <= len(x) else (self.u1, x.flatten(2) @ phi1.mT)
         if self.in_channels <= len(x):
-            y = factored_map(x, theta1, phi2.mT @ self.u2, self.b1, None)
+            y = factored_map(x, theta1, self._by_pairs(self.u2.mT @ phi2), self.b1, None)
         else:
-            y = factored_map(x, theta1, self.u2, self.b1, None) @ phi2
+            y = factored_map(x, theta1, self._by_pairs(self.u2.mT), self.b1, None) @ phi2
         return y.view(len(x), self.out_channels, *self.out_grid)
 
     def extra_repr(self) -> str:

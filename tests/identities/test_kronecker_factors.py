@@ -117,7 +117,7 @@ def convolution_loops(layer, x, g):
 
 def factored_loops(layer, x, g):
     c_in, c_out = layer.in_channels, layer.out_channels
-    theta2 = layer.theta2.detach().unflatten(1, (c_out, c_in))  # [S', C', C]
+    theta2 = layer.theta2.detach().permute(2, 0, 1)  # [S', C', C]
     x, g = x.flatten(2), g.flatten(3)
     z = torch.einsum("ocs,ncs->noc", layer.theta1.detach(), x) + layer.b1.detach()[:, None]
     b1 = b2 = out1 = out2 = 0
@@ -194,13 +194,12 @@ def test_per_channel_blocks_are_exact_for_one_sample(likelihood):
     x, y = data(1, shape, 3, likelihood)
     expected = dense_blocks(network, x, likelihood)
     found = found_blocks(network, x, y, likelihood, ffc="per_channel")
-    for name, blocks in (("0.theta1", 3), ("0.theta2", 2)):
-        block = found[name]
-        assert block.out_factor.shape[0] == block.in_factor.shape[0] == blocks
-        sides = (block.out_factor.shape[-1], blocks, block.in_factor.shape[-1])
-        dense, exact = (matrix.reshape(*sides, *sides) for matrix in (block.dense(), expected[name]))
+    for name, blocks, axis in (("0.theta1", 3, 1), ("0.theta2", 2, 0)):
+        block, shape = found[name], network.get_parameter(name).shape
+        assert block.out_factor.shape[0] == block.in_factor.shape[0] == shape[axis] == blocks
+        dense, exact = (matrix.reshape(*shape, *shape) for matrix in (block.dense(), expected[name]))
         for number in range(blocks):
-            part = dense[:, number, :, :, number], exact[:, number, :, :, number]
+            part = (matrix.select(axis, number).select(axis + 2, number) for matrix in (dense, exact))
             assert relative_error(*part) < 1e-10
 
 

@@ -63,8 +63,25 @@ class Backend(BackPackGGN):
             inner = block.in_factor
             if inner is not None and inner.ndim == 3:
                 inner = torch.block_diag(*inner)
-            found.append([block.out_factor.clone()] + ([] if inner is None else [inner * len(y) / N]))
+            matrices = [block.out_factor.clone()] + ([] if inner is None else [inner * len(y) / N])
+            found.append(matrices[::-1] if block.shared_out_last else matrices)
         return self.factor * loss.detach(), self.factor * Kron(found)
+
+
+def own_fit(model, likelihood):
+    """Return a KronLaplace for factors of any sides: those of theta2 are not the first axis and all others."""
+    laplace = KronLaplace(model, likelihood, backend=Backend)
+
+    def zeros() -> None:
+        pairs = {id(layer.theta2) for layer in model.modules() if isinstance(layer, FactoredFullyConnected)}
+        sides = [
+            [p.shape[:2].numel(), p.shape[2]] if id(p) in pairs else [len(p)] + [p[0].numel()] * (p.ndim > 1)
+            for p in laplace.params
+        ]
+        laplace.H = Kron([[torch.zeros(side, side).double() for side in own] for own in sides])
+
+    laplace._init_H = zeros
+    return laplace
 
 
 def perceptron():
@@ -82,7 +99,8 @@ def test_evidence_of_laplace_torchs_own_fit(make, shape, backend, likelihood, lo
     x, y = data(7, shape, 3, likelihood)
     groups = parameter_groups(network)
     log_precisions = precisions(groups)
-    laplace = KronLaplace(extend(for_backpack(copy.deepcopy(network))), likelihood, backend=backend)
+    model = extend(for_backpack(copy.deepcopy(network)))
+    laplace = own_fit(model, likelihood) if backend is Backend else KronLaplace(model, likelihood, backend=backend)
     laplace.fit(DataLoader(TensorDataset(x, y), batch_size=size))
     values = dict(zip(groups.names, log_precisions.exp(), strict=True))
     each = torch.stack([values[groups.precisions[name]] for name, _ in network.named_parameters()])

@@ -61,9 +61,8 @@ def convolve(x, weight):
 
 def dense_factored(layer, theta1, theta2, b2):
     """Return weight and bias of the dense layer that a factored one is."""
-    theta2 = theta2.view(-1, layer.out_channels, layer.in_channels)
-    weight = torch.einsum("yoc,ocx->oycx", theta2, theta1)
-    bias = torch.einsum("yoc,o->oy", theta2, layer.b1) + b2
+    weight = torch.einsum("ocy,ocx->oycx", theta2, theta1)
+    bias = torch.einsum("ocy,o->oy", theta2, layer.b1) + b2
     return weight, bias
 
 
@@ -82,7 +81,7 @@ def block_diagonal_factored(layer, x):
     inner = torch.zeros(n, o, o, c, dtype=x.dtype)
     for channel in range(o):
         inner[:, channel, channel] = z[:, :, channel]
-    y = inner.flatten(2) @ layer.theta2.T + layer.b2
+    y = inner.flatten(2) @ layer.theta2.flatten(0, 1) + layer.b2
     return y.unflatten(2, layer.out_grid)
 
 
@@ -226,12 +225,12 @@ def test_sparse_conv_interpolates_its_filters(kernel_size, omega):
 def test_sparse_factored_layer_is_the_dense_map_of_its_interpolated_factors(grid, batch):
     layer = randomised(SparseFactoredFullyConnected(2, 5, grid, (2, 3), learn_positions=True))
     theta1 = torch.einsum("ocm,mx->ocx", layer.u1, gaussian_process(layer.positions1, grid))
-    theta2 = torch.einsum("mo,my->yo", layer.u2, gaussian_process(layer.positions2, (2, 3)))
+    theta2 = torch.einsum("mo,my->oy", layer.u2, gaussian_process(layer.positions2, (2, 3))).unflatten(0, (5, 2))
     weight, bias = dense_factored(layer, theta1, theta2, 0.0)
     x = features(batch, 2, *grid)
     torch.testing.assert_close(layer(x), apply_dense(x, weight, bias, (2, 3)), rtol=1e-9, atol=1e-9)
     for factor, expected in zip(layer.factors(), (theta1, theta2), strict=True):
-        torch.testing.assert_close(factor.reshape(expected.shape), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(factor, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kernel_size", [1, 3, 5])

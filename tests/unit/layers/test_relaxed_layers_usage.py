@@ -57,15 +57,46 @@ def features(*shape, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-def test_outputs_are_new_contiguous_tensors_and_inputs_stay(layer):
+def test_outputs_are_new_tensors_without_gaps_and_inputs_stay(layer):
     x = features(5, 4, 4, 6)
     before = x.clone()
     y = layer(x)
     assert torch.equal(x, before)
     assert y.ndim == 4
-    assert y.is_contiguous()
+    channels_first = isinstance(layer, FactoredFullyConnected | SparseFactoredFullyConnected)
+    assert (y.transpose(0, 1) if channels_first else y).is_contiguous()
     assert y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     assert layer(x[:0]).shape == (0, *y.shape[1:])
+
+
+def test_states_of_version_1_of_the_factored_layer_are_converted():
+    layer = FactoredFullyConnected(4, 3, (4, 6), (2, 3))
+    state = layer.state_dict()
+    old = state | {"theta2": state["theta2"].flatten(0, 1).T.contiguous()}  # [S', C' C]
+    other = nn.Sequential(FactoredFullyConnected(4, 3, (4, 6), (2, 3)))
+    other.load_state_dict({f"0.{name}": values for name, values in old.items()})
+    assert old["theta2"].shape == (6, 12)  # the caller's state stays
+    assert torch.equal(other[0].theta2, layer.theta2)
+    with pytest.raises(RuntimeError, match="size mismatch for theta2"):
+        layer.load_state_dict(old | {"theta2": old["theta2"][1:]})
+
+
+def test_seeds_of_version_1_give_the_same_factored_layer():
+    torch.manual_seed(0)
+    layer = FactoredFullyConnected(4, 3, (4, 6), (2, 3))
+    torch.manual_seed(0)
+    theta1, theta2 = (
+        nn.init.uniform_(torch.empty(*shape), -bound, bound)
+        for shape, bound in (((3, 4, 24), (3 / 24) ** 0.5), ((6, 12), (3 / 4) ** 0.5))
+    )
+    assert torch.equal(layer.theta1, theta1)
+    assert torch.equal(layer.theta2, theta2.T.reshape(3, 4, 6))
+
+
+def test_the_gradient_of_theta2_has_the_order_of_theta2_in_memory():
+    layer = FactoredFullyConnected(4, 3, (4, 6), (2, 3))
+    (found,) = torch.autograd.grad(layer(features(5, 4, 4, 6)).square().sum(), layer.theta2)
+    assert found.stride() == layer.theta2.stride()  # backward() would copy any other
 
 
 @pytest.mark.parametrize("memory", ["channels_last", "transposed", "sliced"])
