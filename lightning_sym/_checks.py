@@ -104,7 +104,9 @@ def _within(value: float, allowed: str) -> bool:
     return value > float(bound) if relation == ">" else value >= float(bound)
 
 
-def check_counts_alike(mean: Callable[[Tensor], Tensor], samples: int) -> None:
+def check_counts_alike(
+    mean: Callable[[Tensor], Tensor], samples: int, each: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """Check, on up to 32 samples, that a loss is the mean over samples with equal weights.
 
     With class weights or ignored labels, the mean over a batch has another divisor, and a sum over batches
@@ -113,6 +115,7 @@ def check_counts_alike(mean: Callable[[Tensor], Tensor], samples: int) -> None:
     Args:
         mean: Maps indices of samples, possibly repeated, to their loss, a scalar.
         samples: Number of samples. >= 1.
+        each: Maps indices of samples to the loss of each alone; default ``mean`` of one after another.
 
     Raises:
         ValueError: If it is not.
@@ -120,7 +123,7 @@ def check_counts_alike(mean: Callable[[Tensor], Tensor], samples: int) -> None:
     rows = torch.linspace(0, samples - 1, min(samples, 32)).round().long()
     rows = torch.cat([rows[:1], rows])
     together = mean(rows)
-    apart = torch.stack([mean(row[None]) for row in rows]).mean()
+    apart = (torch.stack([mean(row[None]) for row in rows]) if each is None else each(rows)).mean()
     if bool(together.isfinite()) and not torch.allclose(together, apart, rtol=1e-3, atol=1e-6):
         raise ValueError(
             f"loss must be the mean over samples, but of {len(rows)} samples it is {float(together):.4g} where the "

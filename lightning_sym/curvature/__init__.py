@@ -13,7 +13,15 @@ from lightning_sym.curvature.blocks import (
 from lightning_sym.curvature.engines import factors
 from lightning_sym.curvature.evidence import EffectiveNumber, Evidence, EvidenceTerms, PrecisionOptimizer
 from lightning_sym.curvature.jacobians import JacobianRank, input_jacobians, jacobian_rank
-from lightning_sym.curvature.krylov import EigenPairs, NotConvergedError, Quadrature, lanczos, top_eigenpairs
+from lightning_sym.curvature.krylov import (
+    EigenPairs,
+    Eigenvalue,
+    NotConvergedError,
+    Quadrature,
+    lanczos,
+    top_eigenpairs,
+    top_eigenvalue,
+)
 from lightning_sym.curvature.laplace import to_laplace
 from lightning_sym.curvature.modulo_symmetry import (
     ComplementOperator,
@@ -47,6 +55,7 @@ __all__ = [
     "CurvatureOperator",
     "EffectiveNumber",
     "EigenPairs",
+    "Eigenvalue",
     "EmptyLoaderError",
     "Evidence",
     "EvidenceTerms",
@@ -86,5 +95,6 @@ __all__ = [
     "spectral_density",
     "to_laplace",
     "top_eigenpairs",
+    "top_eigenvalue",
     "trace",
 ]

@@ -36,6 +36,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 # Values below this, relative to the largest magnitude, are rounding.
 ROUNDING = 1e-12
 _FEW = 16  # vectors
+_EIGHTHS_FROM = 64  # samples
 # Words of torch's errors about derivatives that do not exist.
 _UNDERIVED = ("implemented", "differentiate twice", "checkpoint", "saved tensor hooks")
 
@@ -84,6 +85,10 @@ class SymmetricOperator(ABC):
     def inside(self, vectors: Tensor) -> Tensor:
         """Return the parts of vectors in the subspace that the matrix acts on; the same shape, dtype and device."""
         return vectors
+
+    def few(self) -> "SymmetricOperator | None":
+        """Return a cheaper operator with nearly the same extreme eigenvectors; None if there is none."""
+        return None
 
     def __matmul__(self, vectors: Tensor) -> Tensor:
         """Return the product with one vector or with several.
@@ -204,7 +209,7 @@ class CurvatureOperator(SymmetricOperator):
         if getattr(loss, "reduction", "mean") != "mean":
             raise ValueError(f"loss must be a mean over samples, got reduction={loss.reduction!r}; use 'mean'.")  # type: ignore[attr-defined]
         self.kind, self.columns, self.check, self.fallback = kind, columns, check, ""
-        self._graph_checked = False
+        self._graph_checked = self._forward_checked = False
         together(lambda: self._prepare(network, data, loss, parameters, dtype))
         if check:
             together(self._check_calls)
@@ -227,6 +232,7 @@ class CurvatureOperator(SymmetricOperator):
         self._loss = _MeanLoss(loss)
         # The gradient with its graph, of data that are one batch: it is the same in every product.
         self._kept: tuple[Tensor, ...] | None = None
+        self._outputs: Tensor | None = None  # of that batch, with their graph, from the check to the first product
         self._data = _Batches(self.network, data, check=self.check)
         self._data.survey()
 
@@ -266,8 +272,8 @@ class CurvatureOperator(SymmetricOperator):
     def _together(self, vectors: Tensor) -> Tensor:
         """Return the Gauss-Newton matrix's product with vectors, as `_local`, by curvlinops unless that fails.
 
-        A random combination of the products is compared with the product of the combination by reverse derivatives:
-        a forward derivative may be wrong without an error.
+        A random combination of the first products is compared with the product of the combination by reverse
+        derivatives: a forward derivative may be wrong without an error.
         """
         try:
             mean: Tensor = self._operator @ vectors
@@ -276,6 +282,9 @@ class CurvatureOperator(SymmetricOperator):
             raise
         except RuntimeError as error:
             return self._without_forward(vectors, " ".join(str(error).split()).split(". ")[0].rstrip(".")[:200])
+        if self._forward_checked:
+            return product
+        self._forward_checked = True
         draw = torch.Generator().manual_seed(0)
         signs = (2 * torch.randint(2, (vectors.shape[1], 1), generator=draw) - 1).to(vectors)
         try:
@@ -301,13 +310,14 @@ class CurvatureOperator(SymmetricOperator):
         """
         total = torch.zeros(self.size, vectors.shape[1], dtype=wide(self.device), device=self.device)
         columns = [list(self.split(vector).values()) for vector in vectors.T.contiguous()]
+        outputs, self._outputs = self._outputs, None
         for x, y in self._data:
             if self.kind == "gauss_newton":
                 self._add_gauss_newton(total, columns, x, y)
                 continue
             slopes = self._kept
             if slopes is None:
-                loss = self._loss(self.network(x), y)
+                loss = self._loss(self.network(x) if outputs is None else outputs, y)
                 slopes = torch.autograd.grad(loss, self._parameters, create_graph=True, materialize_grads=True)
                 self._check_graph(slopes)
                 self._kept = slopes if len(x) == self._data.samples else None
@@ -405,6 +415,19 @@ class CurvatureOperator(SymmetricOperator):
         found._loss = _MeanLoss(functools.partial(_linear, self._loss))
         return found
 
+    def few(self) -> "CurvatureOperator | None":
+        """Return the operator of an eighth of the samples, if each process has one batch of at least 64."""
+        count = self._data.samples
+        if any(of != count or count < _EIGHTHS_FROM for of in gathered(self._data.longest)):
+            return None
+        (x, y), found = next(iter(self._data)), copy.copy(self)
+        found.__dict__.pop("_operator", None)
+        found._data = _Batches(self.network, [(x[::8], y[::8])], check=False)
+        found._data.survey()
+        found.products, found._kept, found._outputs = 0, None, None
+        found.samples = sum(gathered(found._data.samples))
+        return found
+
     def gradient_and_loss(self) -> tuple[Tensor, float]:
         """Return the gradient of the mean loss, shape ``[P]``, and the mean loss; to be called on every process."""
         found = [torch.zeros(self.size + 1, dtype=wide(self.device), device=self.device)]
@@ -486,10 +509,14 @@ class CurvatureOperator(SymmetricOperator):
         counted = []
         across: list[tuple[Tensor, Tensor]] = []  # one sample of each of the last batches
         for number, (x, y) in enumerate(self._data):
-            with _exactly(self.device), torch.no_grad():
+            alone = self.kind == "hessian" and len(x) == self._data.samples
+            with _exactly(self.device), torch.set_grad_enabled(alone):
                 outputs = self._checked_outputs(x, again=number == 0)
             with _exactly(self.device):
                 counted.append(self._counted(outputs, y))
+                # The first product goes on from here.
+                self._outputs = outputs if alone and bool(counted[0].all()) else None
+                outputs = outputs.detach()
                 shapes = outputs.shape[1:], y.shape[1:]
                 if across and shapes != tuple(part.shape[1:] for part in across[0]):
                     self._check_across(across)
@@ -511,7 +538,7 @@ class CurvatureOperator(SymmetricOperator):
             rows: Outputs and targets of one sample each.
         """
         several = rows * 2 if len(rows) == 1 else rows
-        if several:
+        if several and self._data.longest < self._data.samples + (self._data.samples == 1):
             outputs, targets = (torch.cat(parts) for parts in zip(*several, strict=True))
             self._counted(outputs, targets)
 
@@ -527,9 +554,11 @@ class CurvatureOperator(SymmetricOperator):
             raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
         if again:
             # Another state of the random numbers changes the outputs of random modules.
-            with seeded(derive_seed("curvature", "again")):
-                two = self.network(x)
-            if not torch.allclose(one, two, rtol=1e-4, atol=1e-6 * float(one.abs().max())):
+            with torch.no_grad():
+                two = self.network(x[:_FEW])
+                with seeded(derive_seed("curvature", "again")):
+                    three = self.network(x[:_FEW])
+            if not torch.allclose(two, three, rtol=1e-4, atol=1e-6 * float(one.detach().abs().max())):
                 raise ValueError(
                     "the outputs of the network change from run to run in eval mode, so that it has no unique "
                     "curvature; use modules for dropout and noise, which eval mode turns off."
@@ -557,15 +586,17 @@ class CurvatureOperator(SymmetricOperator):
             ) from caught
         if value.ndim:
             raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
-        counted = ~_apart(self._loss, outputs, targets)[0].isnan()  # of an ignored sample alone, the mean of none
+        first = _apart(self._loss, outputs, targets)
+        counted = ~first[0].isnan()  # of an ignored sample alone, the mean of none
         if not counted.any():
             return counted
         # Other samples' outputs are tried as well: outputs that fit have zero loss and gradient.
         for given in (outputs, outputs.roll(1, 0)):
+            alone, slopes = first if given is outputs else _apart(self._loss, given, targets)
             given = given.detach().requires_grad_()
             value = self._loss(given, targets)
             (slope,) = torch.autograd.grad(value, given)
-            value, (alone, slopes) = value.detach(), _apart(self._loss, given, targets)
+            value = value.detach()
             mean = alone[counted].mean()
             digits = torch.finfo(value.dtype).eps ** 0.5
             error = (slope.reshape(slopes.shape)[counted] * int(counted.sum()) - slopes[counted]).norm(dim=1)
@@ -678,7 +709,7 @@ class _Batches:
                 f"data must be batches that can be gone through again, a loader or a list, got {type(data).__name__}."
             )
         self._network, self._data, self._check = network, data, check
-        self.samples = 0
+        self.samples = self.longest = 0  # of all batches, and of the largest
         self._passes = 0
         self._counted: list[Tensor] = []  # by batch, if some samples do not count
         self._first: list[tuple[int, float, float]] = []
@@ -686,7 +717,8 @@ class _Batches:
 
     def survey(self) -> None:
         """Count the samples, and record checksums of the data."""
-        self.samples = sum(len(x) for x, _ in self)
+        lengths = [len(x) for x, _ in self]
+        self.samples, self.longest = sum(lengths), max(lengths, default=0)
         self._first = self._noted()
 
     def count_only(self, counted: list[Tensor]) -> None:

@@ -72,6 +72,8 @@ class LossOnData:
                 "another loss."
             )
         two = self._rows(torch.arange(min(2, self.samples)))
+        if self._compare is _cross_entropy and any(bool((target < 0).any()) for target in tree_leaves(self.data[1])):
+            self._compare = loss  # some are ignored
         with seeded(derive_seed("learning coefficient", 1)):
             drawn = self._mean(self.own, two)
         with seeded(derive_seed("learning coefficient", 2)):
@@ -90,7 +92,11 @@ class LossOnData:
                 f"{float(once):.4g} to {float(twice):.4g}; use reduction='mean'."
             )
         with torch.no_grad():
-            check_counts_alike(lambda rows: self._mean(self.own, self._rows(rows)), self.samples)
+            check_counts_alike(
+                lambda rows: self._mean(self.own, self._rows(rows)),
+                self.samples,
+                lambda rows: self._mapped(functools.partial(self._mean, self.own), self._rows(rows[:, None])),
+            )
 
     def _rows(self, rows: Tensor) -> Any:
         return tree_map(lambda tensor: tensor[rows.to(tensor.device)], self.data)
@@ -118,7 +124,7 @@ class LossOnData:
                 raise ValueError(f"vmap cannot run the network ({reason}); use execution='loop'.") from error
         own = arguments[:-1] if shared else arguments
         results = []
-        for row in range(len(own[0])):
+        for row in range(len(tree_leaves(own)[0])):
             given = [tree_map(lambda tensor, row=row: tensor[row], one) for one in own]
             results.append(function(*given, *arguments[len(own) :]))
         return tree_map(lambda *parts: torch.stack(parts), *results)
@@ -171,7 +177,21 @@ class LossOnData:
 
         This is :func:`lightning_sym.landscape.langevin.largest_curvatures` for blocks of data.
         """
-        return lanczos_top(lambda directions: self._summed(self._products, vectors, directions), vectors, seed=seed)
+        if self.samples > self._block or (self._execution == "loop" and len(vectors) > 1):
+            return lanczos_top(lambda directions: self._summed(self._products, vectors, directions), vectors, seed=seed)
+        # One graph of the gradients for all products, which takes no more memory than one product.
+        leaves = vectors.detach().requires_grad_()
+        with torch.enable_grad():
+            total = self._mapped(self._mean, leaves, self.data, shared=True).sum()
+            (slopes,) = torch.autograd.grad(total, leaves, create_graph=True)
+
+        def products(directions: Tensor) -> Tensor:
+            if not slopes.requires_grad:
+                return torch.zeros_like(directions)
+            (found,) = torch.autograd.grad(slopes, leaves, directions, retain_graph=True, materialize_grads=True)
+            return found
+
+        return lanczos_top(products, vectors, seed=seed)
 
     def _product(self, vector: Tensor, direction: Tensor, batch: Any) -> Tensor:
         """Return the Hessian's product with a direction."""
@@ -185,13 +205,17 @@ class LossOnData:
 
 
 def _cross_entropy(outputs: Any, targets: Any) -> Tensor:
-    """Return the mean cross-entropy; of ``[N, classes]`` by way of ``[1, classes, N]``.
+    """Return the mean cross-entropy; of ``[N, classes]`` by way of ``[classes, N]``.
 
-    On CPUs a softmax over a short last axis takes ten times as long as one over another axis.
+    On CPUs a softmax over a short last axis takes ten times as long as one over another axis. Written out for class
+    indices, as ``vmap`` of the function asks of each one whether it is ignored.
     """
     if not isinstance(outputs, Tensor) or outputs.ndim != 2:
         return F.cross_entropy(outputs, targets)
-    return F.cross_entropy(outputs.T.contiguous()[None], (targets.T if targets.ndim == 2 else targets)[None])
+    if targets.ndim == 2:
+        return F.cross_entropy(outputs.T.contiguous()[None], targets.T[None])
+    logs = outputs.T.contiguous().log_softmax(0)
+    return -logs.gather(0, targets.long()[None]).mean()
 
 
 def _classes(targets: Tensor) -> bool:

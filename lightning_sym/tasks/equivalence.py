@@ -25,8 +25,10 @@ from lightning_sym.landscape import (
     weight_vector,
 )
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
+from lightning_sym.population import Population
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks._members import given_network
+from lightning_sym.tasks._relu_lines import ReluLinePopulation
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
 from lightning_sym.tasks.losses import SquaredDistance
 from lightning_sym.tasks.population import PopulationTask
@@ -233,6 +235,12 @@ class EquivalenceTask(PopulationTask):
     def make_member(self, number: int) -> Network:
         """Return a network like the teacher; every round gives it other weights."""
         return self.teacher.fresh(number)
+
+    def make_population(self, numbers: list[int]) -> Population:
+        """Make this rank's candidates; those of one input without biases have a closed form."""
+        if self.execution == "vmap" and is_relu_line(self.teacher):
+            return ReluLinePopulation(self.make_member, numbers)
+        return super().make_population(numbers)
 
     def member_title(self, number: int) -> str:
         """Return the candidate that is now in a slot."""

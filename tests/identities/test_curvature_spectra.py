@@ -27,6 +27,7 @@ from lightning_sym.curvature import (
     smoothed,
     spectral_density,
     top_eigenpairs,
+    top_eigenvalue,
     trace,
 )
 from lightning_sym.curvature.operators import curvlinops
@@ -826,3 +827,32 @@ def test_targets_that_are_missing_do_not_change_and_are_seen_to_change(missing: 
         batch[1].copy_(other[1])
     with pytest.raises(ValueError, match="the data changed between two passes"):
         operator @ torch.ones(operator.size)
+
+
+@pytest.mark.parametrize("error", [1e-2, 1e-3, 1e-5])
+def test_top_eigenvalue_has_the_error_that_was_asked_for(digits, error: float) -> None:
+    whole, _, eigenvalues = digits
+    ((x, y),) = whole.batches()
+    # One batch, an eighth of which is searched first, and several.
+    for data in ((x, y), list(zip(x.split(100), y.split(100), strict=True))):
+        operator = CurvatureOperator(whole.network, data, F.cross_entropy)
+        found = top_eigenvalue(operator, error=error)
+        assert abs(found.value / float(eigenvalues[-1]) - 1) <= error
+        assert 0 < found.error <= error
+        assert found.products == operator.products < top_eigenpairs(operator, tolerance=1e-4).products
+
+
+def test_a_gap_ends_the_search_for_the_top_eigenvalue() -> None:
+    values = torch.linspace(-1, 1, 400, dtype=torch.float64)
+    products = []
+    for top in (10.0, 1.2):
+        values[-1] = top
+        found = top_eigenvalue(MatrixOperator(values.diag()), error=1e-4)
+        assert found.value == pytest.approx(top, rel=1e-4)
+        products.append(found.products)
+    assert products[0] < products[1]
+    zero = top_eigenvalue(MatrixOperator(torch.zeros(100, 100)))
+    assert (zero.value, zero.error) == (0.0, 0.0)
+    assert top_eigenvalue(MatrixOperator(-torch.eye(3)), error=1e-6).value == pytest.approx(-1)
+    with pytest.raises(NotConvergedError, match="3 products"):
+        top_eigenvalue(MatrixOperator(values.diag()), error=1e-8, max_products=3)
