@@ -387,7 +387,7 @@ def effort(verdict: Verdict, result: "Result", minutes: float) -> str:
     """
     void = [need for need in verdict.needs if math.isnan(need.total)]
     open_ = [need for need in verdict.needs if need not in void]
-    learn = "networks that learn" if void else ""
+    learn = "needs networks that learn" if void else ""
     if not open_:
         return learn
     more = {need.row: need.total - need.have for need in open_}

@@ -235,7 +235,7 @@ def _verdict(one: Found | None, index: int) -> str:
     if one is None:
         return "not run"
     claim = one["claims"][index]
-    more = f" ({claim['effort']})" if claim["effort"] else ""
+    more = f", {claim['effort']}" if claim["effort"] else ""
     return f"**{_HOLDS[claim['verdict']]}**{more}: {claim['reason']}"
 
 

@@ -150,9 +150,9 @@ def test_hours_are_of_the_rows_that_are_compared():
 
 def test_networks_that_have_not_learned_need_others():
     void = positive(of_seeds([1, 2, 3], failed=1))
-    assert effort(void, seeded(), 1) == "networks that learn"
+    assert effort(void, seeded(), 1) == "needs networks that learn"
     both = together(void, positive(of_seeds([1, 2, 0], "gain, b")))
-    assert effort(both, seeded(), 600).endswith("hours) and networks that learn")
+    assert effort(both, seeded(), 600).endswith("hours) and needs networks that learn")
 
 
 def test_every_open_claim_of_the_files_says_what_it_takes():
