@@ -5,20 +5,21 @@
     python examples/papers.py --jobs 2
 
 Each result runs a few shipped recipes with options, on data without download. It compares measurements with intervals
-to the claims of its source. A result with a file in benchmarks/results/papers/ is skipped
-without ``--again``. Complete runs are kept, and interrupted ones resume from their last epoch. With ``--full`` the
-sources' own recipes are run in the same way; the page has a column for them.
+to the claims of its source. A result with a file in benchmarks/results/papers/ is skipped without ``--again``; if its
+definition has new seeds, only these are run. Complete runs are kept, and interrupted ones resume from their last
+epoch. With ``--full`` the sources' own recipes are run in the same way; the page has a column for them.
 """
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from published import RESULTS
-from published.core import Result, file_of, make, save
+from published.core import Result, extend, file_of, lacks, make, save
 from published.page import write
 
 
@@ -47,12 +48,20 @@ def listing(results: list[Result]) -> str:
 
 
 def one(result: Result, folder: Path, full: bool, again: bool) -> bool:
-    """Make a missing result; print an error if it fails, and return whether the result exists."""
+    """Make a missing result, or its missing seeds; print an error if it fails, and return whether the result exists."""
     file = file_of(result, full=full)
-    if file.is_file() and not again:
-        return True
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     try:
-        save(file, make(result, folder, lambda line: print(line, flush=True), full=full))
+        if file.is_file() and not again:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if not lacks(result, found, full=full):
+                return True
+            save(file, extend(result, folder, say, found))
+        else:
+            save(file, make(result, folder, say, full=full))
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         print(f"{result.name} was not made: {error}", file=sys.stderr, flush=True)
         return False

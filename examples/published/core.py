@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import NormalDist, stdev
 from typing import Any, Literal, NamedTuple
 
 from lightning_sym.reports import bootstrap_over_models, student_interval
+from published.power import MOST_RUNS, fewest_runs
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "papers"
@@ -25,6 +27,9 @@ Pair = tuple[int, int]
 Word = Literal["agrees", "partly", "disagrees", "not decided"]
 ACCURACY = "test accuracy, "  # of the networks that the rest of the label names
 ANY, SIZE, PERCENT = (-math.inf, math.inf), (0.0, math.inf), (0.0, 100.0)  # bounds of quantities
+_SEEDS = re.compile(r"\d+ seeds")
+_NORMAL = NormalDist().inv_cdf(0.975)
+CORE_HOURS = 16.0  # a claim that takes more is out of reach: 8 hours of two cores
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class Quantity:
         pairs: The two models of each value, where pairs share models; then models are resampled for the interval.
         bounds: Least and largest possible value; intervals end there. Those of ``"%"`` are 0 and 100 by default.
         failed: Number of networks behind it that have not learned. No claim is judged by it if there are any.
+        rows: Rows of the table that it is from, with a run for each seed. By default: the label after its
+            first comma.
     """
 
     label: str
@@ -129,6 +136,7 @@ class Quantity:
     pairs: tuple[Pair, ...] = ()
     bounds: tuple[float, float] = ANY
     failed: int = 0
+    rows: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         if not self.values or not all(math.isfinite(value) for value in self.values):
@@ -137,6 +145,8 @@ class Quantity:
             raise ValueError(f"{self.label!r} has {len(self.values)} values of {len(self.pairs)} pairs.")
         if self.unit == "%" and self.bounds == ANY:
             object.__setattr__(self, "bounds", PERCENT)
+        if not self.rows:
+            object.__setattr__(self, "rows", frozenset([self.label.partition(", ")[2]]))
         if not self.bounds[0] <= min(self.values) <= max(self.values) <= self.bounds[1]:
             raise ValueError(f"The values of {self.label!r} must be in {self.bounds}, got {self.values}.")
 
@@ -169,14 +179,33 @@ class Quantity:
         return f"{word}{short(self.mean)}{'' if self.unit == '1' else ' ' + self.unit}"
 
     def less(self, other: "Quantity") -> "Quantity":
-        """Return the differences of paired values, ``self - other``."""
-        if (len(self.values), self.pairs) != (len(other.values), other.pairs):
+        """Return the differences of paired values, ``self - other``: of the seeds that both have."""
+        seeds = [_SEEDS.fullmatch(quantity.over) for quantity in (self, other)]
+        if (len(self.values), self.pairs) != (len(other.values), other.pairs) and not all(seeds):
             raise ValueError(f"{self.label!r} and {other.label!r} are not of the same members, in the same order.")
-        differences = tuple(a - b for a, b in zip(self.values, other.values, strict=True))
+        differences = tuple(a - b for a, b in zip(self.values, other.values, strict=not all(seeds)))
         (low, high), (least, most) = self.bounds, other.bounds
         bounds = (low - most, high - least)
         label, failed = f"{self.label} less {other.label}", self.failed + other.failed
-        return Quantity(label, differences, self.unit, self.over, self.pairs, bounds, failed)
+        over = min(self, other, key=lambda quantity: len(quantity.values)).over
+        return Quantity(label, differences, self.unit, over, self.pairs, bounds, failed, self.rows | other.rows)
+
+    def decided_by(self, low: float, high: float) -> tuple["Need", ...]:
+        """Return the number of runs that are expected to show whether the mean is in a range."""
+        have = len({member for pair in self.pairs for member in pair}) if self.pairs else len(self.values)
+        interval, total = self.interval, math.inf
+        if interval is not None:
+            # Intervals end at the bounds of the quantity, so that an end of the range there is always respected.
+            low, high = (-math.inf if low <= self.bounds[0] else low), (math.inf if high >= self.bounds[1] else high)
+            if self.pairs:  # the half of the interval that contains an end of the range is the one to get shorter
+                ends = [end for end in (low, high) if interval[0] <= end <= interval[1]]
+                below = any(end <= self.mean for end in ends) * (self.mean - interval[0])
+                above = any(end > self.mean for end in ends) * (interval[1] - self.mean)
+                std = max(below, above) / _NORMAL * math.sqrt(have)
+                total = fewest_runs(have, self.mean, std, low, high, known=True)
+            else:
+                total = fewest_runs(have, self.mean, stdev(self.values), low, high)
+        return tuple(Need(row, have, total) for row in sorted(self.rows))
 
     def __str__(self) -> str:
         interval = self.interval
@@ -187,6 +216,21 @@ class Quantity:
         return f"{short(self.mean)}{spread}{unit}"
 
 
+class Need(NamedTuple):
+    """Further runs of a row that an open part of a claim needs.
+
+    Attributes:
+        row: Row of the table.
+        have: Number of its runs: seeds, networks or pairs.
+        total: Number of runs that are expected to decide it; ``inf`` if none is, and ``nan`` if networks that learn
+            are needed.
+    """
+
+    row: str
+    have: int
+    total: float
+
+
 class Verdict(NamedTuple):
     """Whether a claim holds here.
 
@@ -194,11 +238,13 @@ class Verdict(NamedTuple):
         word: One of four.
         reason: One sentence, made from the figures.
         ours: The means in it, for the summary of all claims; empty if the reason is short enough.
+        needs: Further runs for its open parts.
     """
 
     word: Word
     reason: str
     ours: str = ""
+    needs: tuple[Need, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -256,17 +302,18 @@ class Result:
 # ---- parts of claims and measures
 
 
-def short(value: float) -> str:
+def short(value: float, digits: int = 3) -> str:
     """Format a number with three digits, for all texts."""
-    if 100 <= abs(value) < 1e6:
+    if 10 ** (digits - 1) <= abs(value) < 1e6:
         return f"{value:,.0f}"
-    return "0" if value == 0 else f"{value:#.3g}".rstrip(".")
+    return "0" if value == 0 else f"{value:#.{digits}g}".rstrip(".")
 
 
 def _void(quantity: Quantity) -> Verdict:
     """Return no verdict, as networks that predict one class for all inputs are no evidence."""
     count = "one network has" if quantity.failed == 1 else f"{quantity.failed} networks have"
-    return Verdict("not decided", f"{quantity.label}: void, as {count} not learned", f"{quantity.brief} (void)")
+    needs = tuple(Need(row, len(quantity.values), math.nan) for row in sorted(quantity.rows))
+    return Verdict("not decided", f"{quantity.label}: void, as {count} not learned", f"{quantity.brief} (void)", needs)
 
 
 def positive(quantity: Quantity) -> Verdict:
@@ -275,9 +322,11 @@ def positive(quantity: Quantity) -> Verdict:
     if quantity.failed:
         return _void(quantity)
     if interval is None:
-        return Verdict("not decided", f"{quantity.label}: {quantity}, of {quantity.over}, which has no interval")
+        reason = f"{quantity.label}: {quantity}, of {quantity.over}, which has no interval"
+        return Verdict("not decided", reason, needs=quantity.decided_by(0, math.inf))
     word: Word = "agrees" if interval[0] > 0 else "disagrees" if interval[1] < 0 else "not decided"
-    return Verdict(word, f"{quantity.label}: {quantity} over {quantity.over}", quantity.brief)
+    needs = quantity.decided_by(0, math.inf) if word == "not decided" else ()
+    return Verdict(word, f"{quantity.label}: {quantity} over {quantity.over}", quantity.brief, needs)
 
 
 def below(lower: Quantity, upper: Quantity) -> Verdict:
@@ -285,7 +334,8 @@ def below(lower: Quantity, upper: Quantity) -> Verdict:
     verdict = positive(upper.less(lower))
     difference = verdict.reason.removeprefix(f"{upper.label} less {lower.label}: ")
     reason = f"{lower.label} {lower}, {upper.label} {upper}; difference {difference}"
-    return Verdict(verdict.word, reason, f"{short(lower.mean)} against {upper.brief.removeprefix('difference ')}")
+    ours = f"{short(lower.mean)} against {upper.brief.removeprefix('difference ')}"
+    return verdict._replace(reason=reason, ours=ours)
 
 
 def within(quantity: Quantity, low: float, high: float) -> Verdict:
@@ -301,7 +351,9 @@ def within(quantity: Quantity, low: float, high: float) -> Verdict:
     bounds = f"at least {short(low)}" if high >= quantity.bounds[1] else f"at most {short(high)}"
     if low > quantity.bounds[0] and high < quantity.bounds[1]:
         bounds = f"between {short(low)} and {short(high)}" if low < high else short(low)
-    return Verdict(word, f"{quantity.label} {quantity} over {quantity.over}; required: {bounds}", quantity.brief)
+    needs = quantity.decided_by(low, high) if word == "not decided" else ()
+    reason = f"{quantity.label} {quantity} over {quantity.over}; required: {bounds}"
+    return Verdict(word, reason, quantity.brief, needs)
 
 
 def no_more_than(lower: Quantity, upper: Quantity, margin: float) -> Verdict:
@@ -313,12 +365,49 @@ def together(*verdicts: Verdict) -> Verdict:
     """Return the verdict on a claim of several parts, with their reasons one after another.
 
     It agrees if all parts do, and does partly if some do. If none does, one part that is decided is enough to disagree.
+    A row needs as many runs as the part that takes most of them.
     """
     words = {verdict.word for verdict in verdicts}
     some: Word = "partly" if words & {"agrees", "partly"} else "disagrees" if "disagrees" in words else "not decided"
     word = words.pop() if len(words) == 1 else some
     reasons, ours = (dict.fromkeys(texts) for texts in zip(*((v.reason, v.ours) for v in verdicts), strict=True))
-    return Verdict(word, "; ".join(reasons), "; ".join(filter(None, ours)))
+    most: dict[str, Need] = {}
+    for need in (need for verdict in verdicts for need in verdict.needs):
+        known = most.setdefault(need.row, need)
+        if math.isnan(need.total) or need.total - need.have > known.total - known.have:
+            most[need.row] = need
+    return Verdict(word, "; ".join(reasons), "; ".join(filter(None, ours)), tuple(most.values()))
+
+
+def effort(verdict: Verdict, result: "Result", minutes: float) -> str:
+    """Return the number of runs for the open parts of a claim, the largest of them; empty if there are none.
+
+    Hours are of one core, in proportion to the minutes of the result: with several seeds, a run of each row that is
+    compared; with a population of networks, all of the result for each further one.
+    """
+    void = [need for need in verdict.needs if math.isnan(need.total)]
+    open_ = [need for need in verdict.needs if need not in void]
+    learn = "needs networks that learn" if void else ""
+    if not open_:
+        return learn
+    more = {need.row: need.total - need.have for need in open_}
+    most = max(more.values())
+    if math.isinf(most):
+        said = f"out of reach: over {MOST_RUNS:,} more runs"
+    else:
+        seeds = len({run.seed for run in result.runs}) > 1
+        cost = sum(more.values()) / len(result.runs) if seeds else most / open_[0].have
+        hours = minutes * cost / 60
+        word = "out of reach: " if hours > CORE_HOURS else ""
+        runs = f"{_rounded(most):,} more run{'s' if most > 1 else ''}"
+        said = f"{word}about {runs} ({short(hours, 2) if hours >= 0.1 else 'below 0.1'} hours)"
+    return " and ".join(filter(None, (said, learn)))
+
+
+def _rounded(runs: float) -> int:
+    """Return a number of runs with two digits, rounded up."""
+    step = 10 ** max(len(str(int(runs))) - 2, 0)
+    return math.ceil(runs / step) * step
 
 
 def rows(run: Path, table: str, **where: object) -> list[dict[str, Any]]:
@@ -452,6 +541,7 @@ def make(result: Result, folder: Path, say: Callable[[str], None], *, full: bool
             "cores": 1,
             "seeds": sorted({run.seed for run in runs}),
             "recipes": list(dict.fromkeys(run.recipe for run in runs)),
+            "runs": [run.name for run in runs],
             "versions": versions(),
             "quantities": [
                 {"label": q.label, "values": list(q.values), "unit": q.unit, "over": q.over, "pairs": q.pairs}
@@ -459,6 +549,47 @@ def make(result: Result, folder: Path, say: Callable[[str], None], *, full: bool
             ],
         },
     )
+
+
+def lacks(result: Result, found: Mapping[str, Any], *, full: bool = False) -> list[Run]:
+    """Return the runs without values in a JSON file: of seeds that were added to its definition."""
+    runs = result.full if full else result.runs
+    if "runs" in found:
+        return [run for run in runs if run.name not in found["runs"]]
+    return [run for run in runs if run.seed not in found["seeds"]]  # written before files had the names
+
+
+def extend(result: Result, folder: Path, say: Callable[[str], None], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the runs that a JSON file lacks, of further seeds, and return its content with their values at the ends.
+
+    Raises:
+        RuntimeError: If a run fails.
+        ValueError: If values of the file are not of seeds, or a row is not in it.
+    """
+    new = lacks(result, found)
+    there = [run.name for run in result.runs if run not in new]
+    minutes = sum(finish(run, folder, say) for run in new)
+    with _MEASURING:
+        added = {q.label: q for q in result.measure({run.name: folder / run.name for run in new})}
+    quantities = []
+    for one in found["quantities"]:
+        more = added.pop(one["label"], None)
+        if more is not None and one["over"] != "exact":
+            if more.pairs or not _SEEDS.fullmatch(one["over"]):
+                raise ValueError(f"{one['label']!r} of {result.name} is over {one['over']}; only seeds can be added.")
+            values = [*one["values"], *more.values]
+            one = {**one, "values": values, "over": f"{len(values)} seeds"}
+        quantities.append(one)
+    if added:
+        raise ValueError(f"{result.name} has no {sorted(added)} yet; make all of it with --again.")
+    about = {
+        "minutes": round(found["minutes"] + minutes, 2),
+        "seeds": sorted({run.seed for run in result.runs}),
+        "runs": [*there, *(run.name for run in new)],
+        "quantities": quantities,
+        "added": [*found.get("added", []), {"runs": len(new), **versions()}],
+    }
+    return judged(result, {**found, **about})
 
 
 def judged(result: Result, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -487,6 +618,7 @@ def judged(result: Result, found: Mapping[str, Any]) -> dict[str, Any]:
                 "verdict": verdict.word,
                 "reason": verdict.reason,
                 "ours": verdict.ours or verdict.reason,
+                "effort": effort(verdict, result, found["minutes"]),
             }
             for claim, verdict in verdicts
         ],

@@ -1,5 +1,6 @@
 """Stitching, rotation, similarity and dissection: the symmetries of deep learning models."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,20 @@ from torch import Tensor
 from lightning_sym.networks import MyrtleCNN, Network, ResidualCNN, make_activation
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, StitchedNetwork
 from lightning_sym.symmetry import intertwiner_group
-from published.core import Claim, Quantity, Result, Run, Verdict, below, over_pairs, positive, rows, short, together
+from published.core import (
+    Claim,
+    Quantity,
+    Result,
+    Run,
+    Verdict,
+    below,
+    over_pairs,
+    positive,
+    rows,
+    short,
+    together,
+    within,
+)
 
 MEMBERS = 6
 RING = f"--model.pairs=[{','.join(f'[{a},{(a + 1) % MEMBERS}]' for a in range(MEMBERS))}]"
@@ -194,7 +208,7 @@ def _each(q: Mapping[str, Quantity], lower: str, upper: str, layers: Sequence[in
     at = f"layers {', '.join(map(str, known))}" if len(known) > 1 else f"layer {known[0]}"
     reason = f"{upper} less {lower}, {at}: {figures}{unit} over {gaps[0].over}"
     ours = f"differences {', '.join(short(gap.mean) for gap in gaps)}{unit}"
-    return together(*(Verdict(positive(gap).word, reason, ours) for gap in gaps))
+    return together(*(positive(gap)._replace(reason=reason, ours=ours) for gap in gaps))
 
 
 def _families(runs: Mapping[str, Path]) -> Sequence[Quantity]:
@@ -209,7 +223,8 @@ def _few_points(q: Mapping[str, Quantity]) -> Verdict:
     word = "agrees" if high <= 1 else "disagrees" if low > 1 else "not decided"
     figures = ", ".join(str(replace(each, unit="1")) for each in found)
     reason = f"layers 1 to {len(found)}: {figures} {found[0].unit} over {found[0].over}"
-    return Verdict(word, reason, f"{', '.join(short(each.mean) for each in found)} {found[0].unit}")
+    needs = together(*(within(each, -math.inf, 10) for each in found)).needs if word == "not decided" else ()
+    return Verdict(word, reason, f"{', '.join(short(each.mean) for each in found)} {found[0].unit}", needs)
 
 
 LASSO = ("lasso(0.001)", "lasso(0.01)", "lasso(0.1)")

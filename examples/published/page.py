@@ -9,8 +9,21 @@ from typing import Any
 
 from lightning_sym.recipes import never_run, recipe_names
 from published import RESULTS
-from published.core import ACCURACY, ROOT, SOURCES, Claim, Quantity, Result, file_of, judged, quantities_of, save
+from published.core import (
+    ACCURACY,
+    CORE_HOURS,
+    ROOT,
+    SOURCES,
+    Claim,
+    Quantity,
+    Result,
+    file_of,
+    judged,
+    quantities_of,
+    save,
+)
 from published.exhibits import EXHIBITS
+from published.power import POWER
 
 DOCS = ROOT / "docs"
 Found = Mapping[str, Any]
@@ -33,6 +46,12 @@ Interrupted runs resume. The rule: a part of a claim holds or not where a 95 % i
 where two figures are compared; "no better" and "as good" have a margin, which the claim states. A claim holds (*yes*)
 if all of its parts do, and *partly* if some do. If none does, one decided part makes it *no*; else it is *undecided*.
 Networks that have not learned are no evidence. "Ours" lists means; details have intervals.
+
+A claim with open parts has a number of further runs (seeds, networks or pairs): with so many, the part that needs most
+of them is decided with a probability of {power:.0f} %, if the true mean and spread are those observed (Student's
+interval; one of resampled networks shrinks with the root of their number). From two or three runs this is rough. Hours
+of one core are in proportion to those spent; above {hours:g} a claim is *out of reach*. A claim that got further runs
+was looked at twice: up to 10 % of such decisions may be wrong, not 5 %.
 """
 _PAPERS = """# Figures and tables
 
@@ -63,7 +82,7 @@ def refreshed() -> dict[tuple[str, bool], dict[str, Any]]:
 def pages(found: Mapping[tuple[str, bool], Found]) -> dict[Path, str]:
     """Return the text of all pages by their files: the summary, and the details of each source."""
     needs = "; ".join(dict.fromkeys(result.needs for result in RESULTS if result.needs)) or "data and a GPU"
-    top = _TOP.format(example=RESULTS[0].name, needs=needs)
+    top = _TOP.format(example=RESULTS[0].name, needs=needs, power=100 * POWER, hours=CORE_HOURS)
     made = {DOCS / "results.md": "".join([top, _summary(found), _never_run(found)]), DOCS / "papers.md": _papers(found)}
     for key, source in SOURCES.items():
         own = [result for result in RESULTS if result.source == key]
@@ -84,12 +103,26 @@ def _summary(found: Mapping[tuple[str, bool], Found]) -> str:
             one, source = found.get((result.name, False)), SOURCES[result.source]
             link = f"[{source.authors} {source.year}]({_place(result)})"
             for index, claim in _claims(result, ours):
-                made = {"ours": "", "verdict": ""} if one is None else one["claims"][index]
+                made = {"ours": "", "verdict": "", "effort": ""} if one is None else one["claims"][index]
                 words.append(_HOLDS.get(made["verdict"], "not run"))
-                rows.append(_row([link, claim.says, *([] if ours else [claim.paper]), made["ours"], words[-1]]))
+                more = f": {made['effort']}" if made["effort"] else ""
+                rows.append(_row([link, claim.says, *([] if ours else [claim.paper]), made["ours"], words[-1] + more]))
         counts = ", ".join(f"{words.count(word)} {word}" for word in (*_HOLDS.values(), "not run") if word in words)
-        lines += [f"\n## {title}\n\n{len(words)} claims: {counts or 'none'}.\n\n", *rows]
+        lines += [f"\n## {title}\n\n{len(words)} claims: {counts or 'none'}. {_open(found, ours)}\n\n", *rows]
     return "".join(lines)
+
+
+def _open(found: Mapping[tuple[str, bool], Found], ours: bool) -> str:
+    """Return the number of claims with open parts, and of those out of reach."""
+    efforts = [
+        found[result.name, False]["claims"][index]["effort"]
+        for result in RESULTS
+        if (result.name, False) in found
+        for index, _ in _claims(result, ours)
+    ]
+    open_ = [effort for effort in efforts if effort]
+    far = sum(effort.startswith("out of reach") for effort in open_)
+    return f"{len(open_)} of them have open parts, {far} out of reach."
 
 
 def _claims(result: Result, ours: bool) -> list[tuple[int, Claim]]:
@@ -169,10 +202,15 @@ def _section(result: Result, found: Mapping[tuple[str, bool], Found]) -> str:
     if one is not None:
         versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
         seeds = f", seeds {', '.join(map(str, one['seeds']))}" if one["seeds"] else ""
-        lines.append(f"\n`{one['command']}`: {one['minutes']:.1f} minutes{seeds}; {versions}.\n")
+        lines.append(f"\n`{one['command']}`: {one['minutes']:.1f} minutes{seeds}; {versions}{_added(one)}.\n")
         lines.append(_figures(quantities_of(result, one)))
         lines.append(_constant_networks(result, one))
     return "".join(lines)
+
+
+def _added(one: Found) -> str:
+    """Return the versions that added runs to a file."""
+    return "".join(f"; {added['runs']} runs were added by commit {added['commit']}" for added in one.get("added", []))
 
 
 def _deeper(text: str) -> str:
@@ -197,7 +235,8 @@ def _verdict(one: Found | None, index: int) -> str:
     if one is None:
         return "not run"
     claim = one["claims"][index]
-    return f"**{_HOLDS[claim['verdict']]}**: {claim['reason']}"
+    more = f", {claim['effort']}" if claim["effort"] else ""
+    return f"**{_HOLDS[claim['verdict']]}**{more}: {claim['reason']}"
 
 
 def _figures(quantities: Sequence[Quantity]) -> str:

@@ -224,7 +224,7 @@ def test_verdicts_come_from_intervals():
     assert together(yes, open_).word == "partly"
     assert together(Verdict("partly", "d"), no).word == "partly"
     assert together(open_, open_).word == "not decided"
-    assert_refused(lambda: low.less(Quantity("two", (1.0, 2.0), "nats", "2 seeds")), says="not of the same members")
+    assert_refused(lambda: low.less(Quantity("two", (1.0, 2.0), "nats", "2 networks")), says="not of the same members")
     assert_refused(lambda: Quantity("none", (float("nan"),), "nats", "one run"), says="finite")
 
 
