@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_sym.curvature.rules import Rule, circular_gram, circular_patches, gram, register_layer
 from lightning_sym.layers.circular_conv import CircularConv, circular_conv2d
 from lightning_sym.layers.factored import FactoredFullyConnected, factored_hidden, factored_map
+from lightning_sym.layers.finite_groups import EquivariantLinear
 from lightning_sym.layers.fully_connected import FullyConnected
 from lightning_sym.layers.group_conv import ROTATIONS, GroupConv, relative
 from lightning_sym.layers.sparse import SparseConv, SparseFactoredFullyConnected
@@ -25,6 +26,24 @@ class FullyConnectedRule(Rule):
         """Return the flattened gradient."""
         g = g.flatten(2)[:, :, None]
         return {"weight": g, "bias": g}
+
+
+@register_layer(EquivariantLinear)
+class EquivariantLinearRule(Rule):
+    """Output points are places, all with one weight, which sees the sums of the inputs over the orbits of pairs."""
+
+    def inputs(self, module: EquivariantLinear, x: Tensor) -> dict[str, Tensor]:
+        """Return, for each output point, the sums of the inputs over the orbits."""
+        x = x.flatten(2)[:, :, None]
+        pairs = module.pairs.expand(*x.shape[:2], -1, -1)
+        sums = x.new_zeros(*pairs.shape[:3], module.weight.shape[2])
+        return {"weight": sums.scatter_add(3, pairs, x.expand_as(pairs)).transpose(1, 2).flatten(2)}
+
+    def gradients(self, module: EquivariantLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradient at each output point, for the bias their sums over orbits."""
+        g = g.flatten(3)
+        bias = g.new_zeros(*g.shape[:3], module.bias.shape[1]).index_add(3, module.points, g)
+        return {"weight": g.mT, "bias": bias.flatten(2)[:, :, None]}
 
 
 @register_layer(CircularConv)
