@@ -37,7 +37,8 @@ class MarginalLikelihood(RunReport):
     training data, without augmentation, in eval mode and at least single precision, computes the Kronecker factors of
     the curvature at the current weights. Then ``steps`` steps of Adam on the log precisions (and the log noise of a
     regression) maximise the log marginal likelihood per datum, at fixed weights. In layers with several pathways
-    (:class:`lightning_sym.layers.ResidualPathways`), this selects among them.
+    (:class:`lightning_sym.layers.ResidualPathways`), this selects among them. If the task's prior is on length scales
+    (``prior_on: lengthscales``), these have learned precisions, and curvature, too.
 
     Updates with a curvature or loss that is not finite are skipped, with one warning; three in a row stop the run.
 
@@ -88,7 +89,7 @@ class MarginalLikelihood(RunReport):
 
     References:
         van der Ouderaa, Immer, van der Wilk (2023), "Learning Layer-wise Equivariances Automatically using Gradients",
-        arXiv:2310.06131; docs/theory/curvature.md, 3.3 and 3.4.
+        arXiv:2310.06131; docs/theory/curvature.md, 2.4, 3.3 and 3.4.
     """
 
     data_type = InputDataModule  # type: ignore[type-abstract]
@@ -172,7 +173,8 @@ class MarginalLikelihood(RunReport):
                 "be updated; lower one of the two, train longer, or set burn_in to null.",
                 stacklevel=2,
             )
-        self._groups = parameter_groups(self.networks.prior.network, self.granularity)
+        prior = self.networks.prior
+        self._groups = parameter_groups(prior.network, self.granularity, lengthscales=prior.on == "lengthscales")
         self._running = self.networks.numbers
         self._optimizers = {number: self._make_optimizer(number) for number in self.networks.numbers}
 
@@ -259,6 +261,7 @@ class MarginalLikelihood(RunReport):
             samples=self.samples,
             ffc=self.ffc,
             generator=generator("marginal likelihood", *keys) if self.samples else None,
+            lengthscales=self.networks.prior.on == "lengthscales",
         )
         return Evidence.of(network, found, self._groups, temperature=self.networks.prior.temperature)
 
@@ -409,6 +412,7 @@ class MarginalLikelihood(RunReport):
                     "precision": prior.precision,
                     "bounds": list(self.bounds),
                     **picked(prior, "likelihood", "temperature"),
+                    "prior_on": prior.on,
                     "prior_step": "implicit" if prior.implicit else "gradient",
                 },
                 "log_precisions": by_member({number: one.log_precisions for number, one in own.items()}, members),

@@ -24,8 +24,8 @@ from lightning_sym.curvature.sums import regroups
 class AutogradEngine(Engine):
     """The engine for any architecture: gradients at the outputs of the layers, which rules turn into factors."""
 
-    def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
-        super().__init__(network, ffc, columns)
+    def __init__(self, network: nn.Module, ffc: FFC, columns: int, lengthscales: bool = False) -> None:
+        super().__init__(network, ffc, columns, lengthscales)
         curved = curved_parameters(self.layers)
         self.parameters = {full: getattr(self.layers[name][0], key) for full, name, key in curved}
         # From the last forward pass, by layer: input, its version then, and output.

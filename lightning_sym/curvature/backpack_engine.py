@@ -90,15 +90,15 @@ class _Blocks(HBPBaseModule):  # type: ignore[misc]
 class _Layer(ModuleExtension):  # type: ignore[misc]
     """Module extension of a class of modules: finds the rule and parameters of a module."""
 
-    def __init__(self, ffc: FFC, columns: int) -> None:
+    def __init__(self, ffc: FFC, columns: int, lengthscales: bool) -> None:
         super().__init__()
         self.ffc: FFC = ffc
-        self.columns = columns
+        self.columns, self.lengthscales = columns, lengthscales
 
     def __call__(self, extension: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
         """Leave the blocks at the parameters, and the columns for the layers before."""
         names = [name for name, tensor in module.named_parameters(recurse=False) if tensor.requires_grad]
-        rule = find_rule("", module, self.ffc) if names else None
+        rule = find_rule("", module, self.ffc, self.lengthscales) if names else None
         left_out = () if rule is None else rule.left_out
         _Blocks(rule, [name for name in names if name not in left_out], self.columns)(extension, module, g_inp, g_out)
 
@@ -108,6 +108,7 @@ class _Relaxed:
 
     ffc: FFC
     columns: int
+    lengthscales = False  # whether they get blocks
     samples: int | None = None  # N, where the rows of layers may be positions of samples
     _rows: int | None = None  # N of the loss, where all of them must be samples
 
@@ -118,7 +119,7 @@ class _Relaxed:
             _check_loss(module, targets)
             self._rows = len(outputs)
         if not _known(module):
-            extension = _Layer(self.ffc, self.columns)
+            extension = _Layer(self.ffc, self.columns, self.lengthscales)
             self.set_module_extension(type(module), extension, overwrite=True)  # type: ignore[attr-defined]
         super().__call__(module, g_inp, g_out)  # type: ignore[misc]
 
@@ -238,8 +239,9 @@ class BackpackEngine(Engine):
             modules whose forward calls their children in sequence.
     """
 
-    def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
-        super().__init__(network, ffc, columns)
+    def __init__(self, network: nn.Module, ffc: FFC, columns: int, lengthscales: bool = False) -> None:
+        super().__init__(network, ffc, columns, lengthscales)
+        self.lengthscales = lengthscales
         self.names = {id(module): name for name, module in network.named_modules()}
         self.copies: dict[str, nn.Module] = {}  # of layers with curvature
         self.hooked: list[tuple[str, nn.Module]] = []
@@ -384,6 +386,7 @@ class BackpackEngine(Engine):
 
     def _pull_back(self, outputs: Tensor, columns: Tensor, extension: Any) -> dict[str, Any]:
         """Return the results of an extension at the parameters, by their full names."""
+        extension.lengthscales = self.lengthscales
         extension.saved_quantities.save_quantity(
             outputs.data_ptr(), columns, extension.accumulate_backpropagated_quantities
         )

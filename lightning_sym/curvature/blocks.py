@@ -200,7 +200,7 @@ class Factors:
         outputs: Number K of outputs of the network.
         likelihood: ``"classification"`` or ``"regression"``.
         loss_sum: Sum over samples of the cross-entropy, in nats, or of the squared error summed over outputs; float64.
-        left_out: Trainable parameters that have no block on purpose: anchor positions and lengthscales.
+        left_out: Trainable parameters that have no block on purpose: anchor positions and, by default, length scales.
     """
 
     blocks: Mapping[str, KroneckerBlock]

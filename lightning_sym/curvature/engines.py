@@ -27,6 +27,7 @@ def factors(
     ffc: FFC = "shared",
     generator: torch.Generator | None = None,
     columns: int | None = None,
+    lengthscales: bool = False,
 ) -> Factors:
     r"""Return the Kronecker factors of the generalised Gauss-Newton matrix, for unit noise, over all data and ranks.
 
@@ -61,9 +62,12 @@ def factors(
             same.
         columns: How many columns go through one backward pass (or, with ``backpack``, one layer) together, by ``vmap``;
             None for 1 on a CPU, where more is not faster, and for all of them on other devices.
+        lengthscales: Whether the trained length scales of sparse layers get blocks, exact numbers, for a prior on them
+            (``parameter_groups(network, lengthscales=True)``).
 
     Returns:
-        One block for each trainable parameter but those in ``left_out``: anchor positions and lengthscales.
+        One block for each trainable parameter but those in ``left_out``: anchor positions and, unless asked for, length
+        scales.
 
     Raises:
         ValueError: If an argument is out of range, a layer has no rule, is called twice or never, a check fails, or
@@ -95,7 +99,9 @@ def factors(
         device = device_of(network)
         together = columns or (1 if device.type == "cpu" else 1_000_000)
         return over_batches_and_ranks(
-            lambda: _of_this_rank(ENGINES[engine](network, ffc, together), loader, likelihood, samples, generator),
+            lambda: _of_this_rank(
+                ENGINES[engine](network, ffc, together, lengthscales), loader, likelihood, samples, generator
+            ),
             device,
         )
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lightning_sym.curvature.blocks import Axes
 from lightning_sym.curvature.rules import Rule, circular_gram, circular_patches, gram, register_layer
-from lightning_sym.layers.circular_conv import CircularConv
-from lightning_sym.layers.factored import FactoredFullyConnected, factored_hidden
+from lightning_sym.layers.circular_conv import CircularConv, circular_conv2d
+from lightning_sym.layers.factored import FactoredFullyConnected, factored_hidden, factored_map
+from lightning_sym.layers.finite_groups import EquivariantLinear
 from lightning_sym.layers.fully_connected import FullyConnected
 from lightning_sym.layers.group_conv import ROTATIONS, GroupConv, relative
 from lightning_sym.layers.sparse import SparseConv, SparseFactoredFullyConnected
@@ -26,6 +27,24 @@ class FullyConnectedRule(Rule):
         """Return the flattened gradient."""
         g = g.flatten(2)[:, :, None]
         return {"weight": g, "bias": g}
+
+
+@register_layer(EquivariantLinear)
+class EquivariantLinearRule(Rule):
+    """Output points are places, all with one weight, which sees the sums of the inputs over the orbits of pairs."""
+
+    def inputs(self, module: EquivariantLinear, x: Tensor) -> dict[str, Tensor]:
+        """Return, for each output point, the sums of the inputs over the orbits."""
+        x = x.flatten(2)[:, :, None]
+        pairs = module.pairs.expand(*x.shape[:2], -1, -1)
+        sums = x.new_zeros(*pairs.shape[:3], module.weight.shape[2])
+        return {"weight": sums.scatter_add(3, pairs, x.expand_as(pairs)).transpose(1, 2).flatten(2)}
+
+    def gradients(self, module: EquivariantLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return the gradient at each output point, for the bias their sums over orbits."""
+        g = g.flatten(3)
+        bias = g.new_zeros(*g.shape[:3], module.bias.shape[1]).index_add(3, module.points, g)
+        return {"weight": g.mT, "bias": bias.flatten(2)[:, :, None]}
 
 
 @register_layer(CircularConv)
@@ -54,6 +73,7 @@ class SparseConvRule(CircularConvRule):
 
     weight = "u"
     left_out = ("positions", "omega")
+    lengthscales = ("omega",)
 
     def inputs(self, module: SparseConv, x: Tensor) -> dict[str, Tensor]:
         """Return interpolated patches."""
@@ -65,6 +85,13 @@ class SparseConvRule(CircularConvRule):
         dense = circular_gram(x, module.kernel_size)  # [C, k k, C, k k]
         phi = module.interpolation().to(dense)
         return {"u": torch.einsum("mi,cidj,nj->cmdn", phi, dense, phi).flatten(2).flatten(0, 1)}
+
+    def gradients(self, module: SparseConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return those of a convolution, and of the length scale if it is learned and has a block."""
+        found = super().gradients(module, x, g)
+        if "omega" not in self.left_out and module.omega is not None:
+            found["omega"] = _at_number(circular_conv2d(x, module.filter_slopes(), None), g)
+        return found
 
 
 class _FactoredRule(Rule):
@@ -130,6 +157,7 @@ class SparseFactoredFullyConnectedRule(_FactoredRule):
     """That of the factored layer, of inputs and gradients interpolated to the anchors, which are left out."""
 
     left_out = ("positions1", "positions2", "omega1", "omega2")
+    lengthscales = ("omega1", "omega2")
     first, second = "u1", "u2"
 
     def incoming(self, module: SparseFactoredFullyConnected, x: Tensor) -> Tensor:
@@ -143,6 +171,21 @@ class SparseFactoredFullyConnectedRule(_FactoredRule):
     def outgoing(self, module: SparseFactoredFullyConnected, g: Tensor) -> Tensor:
         """Return the interpolated gradient. Shape ``[V, N, C', M2]``."""
         return g.flatten(3) @ module.interpolations()[1].mT
+
+    def gradients(self, module: SparseFactoredFullyConnected, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """Return those of the factored layer, and of length scales if they are learned and have blocks."""
+        found = super().gradients(module, x, g)
+        if "omega1" not in self.left_out and module.omega1 is not None:
+            (theta1, theta2), (slope1, slope2) = module.factors(), module.factor_slopes()
+            pairs = {"omega1": (slope1, theta2, torch.zeros_like(module.b1)), "omega2": (theta1, slope2, module.b1)}
+            for name, (first, second, bias) in pairs.items():
+                found[name] = _at_number(factored_map(x.flatten(2), first, second, bias, None), g)
+        return found
+
+
+def _at_number(slope: Tensor, g: Tensor) -> Tensor:
+    """Return the gradient at a single number, shape ``[V, N, 1, 1]``, from the output's derivative and gradient."""
+    return (g.flatten(2) * slope.flatten(1)).sum(2)[..., None, None]
 
 
 @register_layer(GroupConv)

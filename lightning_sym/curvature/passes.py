@@ -28,15 +28,16 @@ class Engine(ABC):
         network: The network, as :func:`ready` gives it.
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
         columns: How many columns of the square root go through one backward pass together.
+        lengthscales: Whether length scales get blocks.
 
     Attributes:
         layers: The layers with curvature and their rules, by name.
         sums: The sums.
     """
 
-    def __init__(self, network: nn.Module, ffc: FFC, columns: int) -> None:
+    def __init__(self, network: nn.Module, ffc: FFC, columns: int, lengthscales: bool = False) -> None:
         self.network, self.ffc, self.columns = network, ffc, columns
-        self.layers = curved_layers(network, ffc)
+        self.layers = curved_layers(network, ffc, lengthscales)
         self.sums = FactorSums(network, self.layers, self.quiet)
 
     def quiet(self) -> AbstractContextManager[Any]:
@@ -124,12 +125,15 @@ def not_of_tensors(name: str, module: nn.Module) -> ValueError:
     return ValueError(f"Module {name!r} ({type(module).__name__}) must take one tensor and return one for curvature.")
 
 
-def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn.Module, Rule]]:
+def curved_layers(
+    network: nn.Module, ffc: FFC = "shared", lengthscales: bool = False
+) -> dict[str, tuple[nn.Module, Rule]]:
     """Return the layers with trainable direct parameters, and their rules.
 
     Args:
         network: Any module.
         ffc: As for :class:`~lightning_sym.curvature.Rule`.
+        lengthscales: Whether length scales get blocks.
 
     Returns:
         By the module's name, in the order of ``named_modules``.
@@ -147,7 +151,7 @@ def curved_layers(network: nn.Module, ffc: FFC = "shared") -> dict[str, tuple[nn
                     f"Modules {other!r} and {name!r} share a parameter, which has no such block; give each its own."
                 )
         if trainable:
-            layers[name] = (module, find_rule(name, module, ffc))
+            layers[name] = (module, find_rule(name, module, ffc, lengthscales))
     if not layers:
         raise ValueError("The network has no trainable parameters to compute curvature of.")
     return layers

@@ -17,6 +17,7 @@ from lightning_sym.curvature.prior_groups import parameter_groups
 
 PriorStep: TypeAlias = Literal["auto", "implicit", "gradient"]
 PRIOR_STEPS: tuple[PriorStep, ...] = ("auto", "implicit", "gradient")
+PriorOn: TypeAlias = Literal["weights", "lengthscales"]
 
 # Precisions beyond these are not used: exp(40) is more than any float32 weight can feel.
 _LOG_BOUNDS = (-40.0, 40.0)
@@ -116,17 +117,21 @@ class GaussianPrior:
             ``torch.optim.SGD``, ``Adam`` and ``AdamW`` (with ``weight_decay=0``), not for subclasses. ``"auto"``:
             implicit for these, and gradient for all other optimizers.
         members: Numbers of all members of a population, the same on every rank; default: there is one network.
+        on: ``"weights"``: all weights, and the values at anchors. ``"lengthscales"``: the trained inverse length scales
+            of sparse layers as well.
 
     Attributes:
         members: The present precisions by the number of the member; the only network has the number None.
+        on: As given.
         samples: Number N of data, of all processes; counted by :meth:`start`.
         implicit: Whether the prior acts after the steps of the optimizer; known once it has seen the optimizer.
 
     Raises:
-        ValueError: If an argument is out of range, or a layer has no curvature rule.
+        ValueError: If an argument is out of range, a layer has no curvature rule, or the prior is on length scales and
+            none is trained.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 to 2.4.
 
     Example:
         >>> prior = GaussianPrior(nn.Linear(1, 2), precision=3.0)
@@ -145,18 +150,22 @@ class GaussianPrior:
         temperature: float = 1.0,
         step: PriorStep = "auto",
         members: Iterable[int] | None = None,
+        on: PriorOn = "weights",
     ) -> None:
         check_numbers("> 0", precision=precision, noise=noise, temperature=temperature)
         check_known("likelihood", likelihood, LIKELIHOODS)
         check_known("prior_step", step, PRIOR_STEPS)
+        check_known("prior_on", on, ("weights", "lengthscales"))
         self.network = network
         self.precision = precision
         self.likelihood: Likelihood = likelihood
         self.temperature = temperature
         self.step = step
+        self.on: PriorOn = on
         self.implicit = step == "implicit"
         self.samples = 0
-        start = dict.fromkeys(parameter_groups(network).precisions, math.log(precision))
+        groups = parameter_groups(network, lengthscales=on == "lengthscales")
+        start = dict.fromkeys(groups.precisions, math.log(precision))
         log_noise = math.log(noise) if likelihood == "regression" else 0.0
         self.members = {number: Precisions(start, log_noise) for number in ([None] if members is None else members)}
         self._task: RunningMembers | None = None

@@ -34,7 +34,9 @@ class PriorGroups:
         return tuple(dict.fromkeys(self.precisions.values()))
 
 
-def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") -> PriorGroups:
+def parameter_groups(
+    network: nn.Module, granularity: Granularity = "per_path", *, lengthscales: bool = False
+) -> PriorGroups:
     """Divide the trainable parameters of a network that have curvature.
 
     Args:
@@ -42,12 +44,19 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
             elsewhere every module is a path and a layer.
         granularity: ``"per_path"``: one precision for all tensors of a path. ``"per_tensor"``: one for each tensor,
             biases apart.
+        lengthscales: Whether the trained inverse length scales of sparse layers have a prior, too. Those of a pathway
+            share a precision, or have one each per tensor. They are paths of a layer ``<layer>.omega``, so that
+            effective numbers compare the length scales of pathways.
 
     Returns:
-        Without the parameters that curvature leaves out: anchor positions and lengthscales.
+        Without the parameters that curvature leaves out: anchor positions and, unless asked for, length scales.
 
     Raises:
-        ValueError: If the granularity is unknown, or a layer with trainable parameters has no curvature rule.
+        ValueError: If the granularity is unknown, a layer with trainable parameters has no curvature rule, or there is
+            no trained length scale to have a prior.
+
+    References:
+        van der Ouderaa, Immer, van der Wilk (2023), section 3.2; docs/theory/curvature.md, 2.1 and 2.4.
 
     Example:
         >>> parameter_groups(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))).precisions
@@ -55,20 +64,27 @@ def parameter_groups(network: nn.Module, granularity: Granularity = "per_path") 
     """
     check_known("granularity of prior precisions", granularity, ("per_path", "per_tensor"))
     on_paths = parameter_paths(network)
-    precisions, paths, layers = {}, {}, {}
+    precisions, paths, layers, scaled = {}, {}, {}, False
     for name, module in network.named_modules():
         own = [key for key, tensor in module.named_parameters(recurse=False) if tensor.requires_grad]
         if not own:
             continue
-        left_out = find_rule(name, module).left_out
+        rule = find_rule(name, module, lengthscales=lengthscales)
+        of_scales = {key for key in own if lengthscales and key in rule.lengthscales}
+        scaled = scaled or bool(of_scales)
         for key in own:
-            if key not in left_out:
+            if key not in rule.left_out:
                 full = full_name(name, key)
-                path, layer = name, name
-                if full in on_paths:
-                    layer, child = on_paths[full]
-                    path = f"{layer}.{child}" if layer else child
+                layer, child = on_paths.get(full, (name, ""))
+                if key in of_scales:
+                    layer = full_name(layer, "omega")
+                path = full_name(layer, child) if child else layer
                 paths[full] = path
                 layers[path] = layer
                 precisions[full] = path if granularity == "per_path" else full
+    if lengthscales and not scaled:
+        raise ValueError(
+            "A prior on length scales needs sparse layers that train theirs, and the network has none; make it with "
+            "learn_lengthscale=True, or put the prior on weights."
+        )
     return PriorGroups(precisions, paths, layers)

@@ -43,6 +43,7 @@ class Rule:
 
     Attributes:
         left_out: Names of parameters that get no block.
+        lengthscales: Those of them that get one where length scales are asked for, see :func:`find_rule`.
         blocks_first: Names of parameters with block axes before their out axis.
 
     Args:
@@ -70,7 +71,8 @@ class Rule:
         ...         return {"matrix": g}  # [V, N, R, O]
     """
 
-    left_out: ClassVar[tuple[str, ...]] = ()
+    left_out: tuple[str, ...] = ()
+    lengthscales: ClassVar[tuple[str, ...]] = ()
     blocks_first: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, ffc: FFC = "shared") -> None:
@@ -255,13 +257,14 @@ def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:
     return register
 
 
-def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
+def find_rule(name: str, module: nn.Module, ffc: FFC = "shared", lengthscales: bool = False) -> Rule:
     """Return the rule of a layer.
 
     Args:
         name: Name of the module in its network, for the error.
         module: A module with direct parameters.
         ffc: As for :class:`Rule`.
+        lengthscales: Whether length scales get blocks.
 
     Returns:
         The rule of its class, or of the next base class with the same ``forward``.
@@ -272,7 +275,10 @@ def find_rule(name: str, module: nn.Module, ffc: FFC = "shared") -> Rule:
     check_known("ffc", ffc, ("shared", "per_channel"))
     for kind in type(module).__mro__:
         if kind in _RULES and (kind is type(module) or kind.forward is type(module).forward):
-            return _RULES[kind](ffc)
+            rule = _RULES[kind](ffc)
+            if lengthscales:
+                rule.left_out = tuple(key for key in rule.left_out if key not in rule.lengthscales)
+            return rule
     raise ValueError(
         f"Module {name!r} has parameters but its type {type(module).__name__} has no curvature rule; teach it with "
         "lightning_sym.curvature.register_layer, or freeze its parameters."

@@ -6,6 +6,7 @@
 
 from lightning_sym.layers.circular_conv import CircularConv
 from lightning_sym.layers.factored import FactoredFullyConnected
+from lightning_sym.layers.finite_groups import EquivariantLinear, grid_action, regular_action
 from lightning_sym.layers.fully_connected import FullyConnected
 from lightning_sym.layers.group_conv import GroupConv, GroupLift, GroupMax
 from lightning_sym.layers.pathways import ResidualPathways, parameter_paths
@@ -14,6 +15,7 @@ from lightning_sym.layers.sparse import SparseConv, SparseFactoredFullyConnected
 
 __all__ = [
     "CircularConv",
+    "EquivariantLinear",
     "FactoredFullyConnected",
     "FullyConnected",
     "GroupConv",
@@ -23,5 +25,7 @@ __all__ = [
     "ResidualPathways",
     "SparseConv",
     "SparseFactoredFullyConnected",
+    "grid_action",
     "parameter_paths",
+    "regular_action",
 ]

@@ -28,6 +28,18 @@ def grid_positions(grid: tuple[int, int], device: torch.device | None = None) ->
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, 1)
 
 
+def _kernel(a: Tensor, b: Tensor, omega: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Return the Gaussian kernel of points ``[A, 2]`` and ``[B, 2]``, and their squared distances, both ``[A, B]``."""
+    squared_distances = (a[:, None] - b).square().sum(-1)
+    return _VARIANCE * torch.exp(-0.5 * omega**2 * squared_distances), squared_distances
+
+
+def _solved(anchors: Tensor, right: Tensor, omega: Tensor | float) -> Tensor:
+    """Return the solution of the system of the anchors' kernel, with noise, for a right side ``[M, S]``."""
+    noise = _NOISE * torch.eye(len(anchors), dtype=torch.float64, device=anchors.device)
+    return torch.cholesky_solve(right, torch.linalg.cholesky(_kernel(anchors, anchors, omega)[0] + noise))
+
+
 def interpolation(positions: Tensor, grid: tuple[int, int], omega: Tensor | float = 1.0) -> Tensor:
     """Return the matrix that interpolates from values at anchors to all points of a grid.
 
@@ -48,14 +60,28 @@ def interpolation(positions: Tensor, grid: tuple[int, int], omega: Tensor | floa
     """
     anchors = positions.double()
     points = grid_positions(grid, positions.device)
+    return _solved(anchors, _kernel(anchors, points, omega)[0], omega).to(positions.dtype).contiguous()
 
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        squared_distances = (a[:, None] - b).square().sum(-1)
-        return _VARIANCE * torch.exp(-0.5 * omega**2 * squared_distances)
 
-    noise = _NOISE * torch.eye(len(anchors), dtype=torch.float64, device=positions.device)
-    factor = torch.linalg.cholesky(kernel(anchors, anchors) + noise)
-    return torch.cholesky_solve(kernel(anchors, points), factor).to(positions.dtype).contiguous()
+def interpolation_slope(positions: Tensor, grid: tuple[int, int], omega: Tensor | float = 1.0) -> Tensor:
+    """Return the derivative of :func:`interpolation` with respect to ``omega``, in closed form; 0 at ``omega = 0``.
+
+    ``(kern(Z, Z) + sigma_z^2 I)^-1 (kern'(Z, grid) - kern'(Z, Z) Phi)`` with ``kern' = -omega |a - b|^2 kern``.
+
+    Args:
+        positions: As there.
+        grid: As there.
+        omega: As there.
+
+    Returns:
+        Shape ``[M, H W]``, dtype and device of ``positions``.
+    """
+    anchors = positions.double()
+    (among, near), (apart, far) = (
+        _kernel(anchors, points, omega) for points in (anchors, grid_positions(grid, positions.device))
+    )
+    right = -omega * (far * apart - (near * among) @ _solved(anchors, apart, omega))
+    return _solved(anchors, right, omega).to(positions.dtype).contiguous()
 
 
 def _count_anchors(module: nn.Module, anchors: int | None, points: int, name: str) -> int:
@@ -118,6 +144,11 @@ class _Anchored(nn.Module):
             return phi
         omega: Tensor | None = getattr(self, f"omega{suffix}")
         return interpolation(getattr(self, f"positions{suffix}"), grid, 1.0 if omega is None else omega)
+
+    def _slope(self, suffix: str, grid: tuple[int, int]) -> Tensor:
+        """Return the derivative of a learned length scale's interpolation with respect to it. Shape ``[M, S]``."""
+        positions: Tensor = getattr(self, f"positions{suffix}").detach()
+        return interpolation_slope(positions, grid, getattr(self, f"omega{suffix}").detach())
 
 
 class SparseConv(_Anchored):
@@ -184,6 +215,11 @@ class SparseConv(_Anchored):
         """Return the filters W. Shape ``[C', C, k, k]``."""
         weight: Tensor = self.u @ self.interpolation()
         return weight.view(self.out_channels, self.in_channels, *self._grid)
+
+    def filter_slopes(self) -> Tensor:
+        """Return the derivative of the filters with respect to a learned ``omega``. Shape ``[C', C, k, k]``."""
+        slopes: Tensor = self.u @ self._slope("", self._grid)
+        return slopes.view(self.out_channels, self.in_channels, *self._grid)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C', H, W]`` for ``[N, C, H, W]``."""
@@ -290,6 +326,10 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
     def _by_pairs(self, values: Tensor) -> Tensor:
         """Return values of pairs of channels, ``[C' C, ...]``, as ``[C', C, ...]``."""
         return torch.unflatten(values, 0, (self.out_channels, self.in_channels))
+
+    def factor_slopes(self) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of both factors with respect to learned length scales; see :meth:`factors`."""
+        return self.u1 @ self._slope("1", self.grid), self._slope("2", self.out_grid).mT @ self.u2
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""

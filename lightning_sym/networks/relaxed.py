@@ -9,6 +9,7 @@ from torch import nn
 from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym.layers import (
     CircularConv,
+    EquivariantLinear,
     FactoredFullyConnected,
     FullyConnected,
     GroupConv,
@@ -18,6 +19,7 @@ from lightning_sym.layers import (
     ResidualPathways,
     SparseConv,
     SparseFactoredFullyConnected,
+    grid_action,
 )
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import _SequentialNetwork
@@ -33,7 +35,10 @@ _FAMILIES = {
     "gconv_full": "gconv",
     "gconv_separable": "gconv",
     "gconv_depthwise_separable": "gconv",
+    "c4": "c4",
+    "d4": "d4",
 }
+_BETWEEN_GRIDS = ("fc", "c4", "d4")  # families of paths that map to the smaller grid themselves
 
 
 class RelaxedNetwork(_SequentialNetwork):
@@ -75,8 +80,10 @@ class RelaxedNetwork(_SequentialNetwork):
             (:class:`~lightning_sym.layers.SparseFactoredFullyConnected`), ``conv``
             (:class:`~lightning_sym.layers.CircularConv`), ``sconv`` (:class:`~lightning_sym.layers.SparseConv`),
             ``gconv`` (pointwise :class:`~lightning_sym.layers.GroupConv`), ``gconv_full``, ``gconv_separable``,
-            ``gconv_depthwise_separable``. In a block, pathways are named by their family, ``fc``, ``conv`` or
-            ``gconv``, and by their kind if several belong to one family. Or a list of such lists, one for each block.
+            ``gconv_depthwise_separable``, ``c4`` (:class:`~lightning_sym.layers.EquivariantLinear`: all maps that
+            commute with quarter turns of square images, not with shifts), ``d4`` (also with reflections), which go with
+            all kinds but ``gconv``. In a block, pathways are named by their family, ``fc``, ``conv``, ``gconv``, ``c4``
+            or ``d4``, and by their kind if several belong to one family. Or a list of such lists, one for each block.
         width: Base width ``a``, >= 1.
         grid: Side of the images, or (height, width): powers of two, >= 8. Default 32, or ``image_size``.
         in_channels: Channels of the images, >= 1.
@@ -127,6 +134,10 @@ class RelaxedNetwork(_SequentialNetwork):
         scheme = _scheme(min(sides))
         offered = [_path_names(kinds) for kinds in _offered(paths, len(scheme))]
         lifted = 4 if any("gconv" in _families(names) for names in offered) else 1
+        if lifted > 1 and any({"c4", "d4"} & set(names.values()) for names in offered):
+            raise ValueError(
+                "Paths c4 and d4 of RelaxedNetwork turn images, but with gconv features turn on p4; use either."
+            )
         learned = {"learn_positions": learn_positions, "learn_lengthscale": learn_lengthscale}
 
         def make(kind: str, channels: tuple[int, int], before: tuple[int, int], after: tuple[int, int]) -> nn.Module:
@@ -137,6 +148,8 @@ class RelaxedNetwork(_SequentialNetwork):
                 "sfc": lambda: SparseFactoredFullyConnected(*flat, before, after, **learned),
                 "conv": lambda: CircularConv(*flat, kernel_size),
                 "sconv": lambda: SparseConv(*flat, kernel_size, anchors, **learned),
+                "c4": lambda: EquivariantLinear(*flat, grid_action("c4", before), grid_action("c4", after), after),
+                "d4": lambda: EquivariantLinear(*flat, grid_action("d4", before), grid_action("d4", after), after),
                 "gconv": lambda: GroupConv(*channels, "pointwise", kernel_size),
                 "gconv_full": lambda: GroupConv(*channels, "full", kernel_size),
                 "gconv_separable": lambda: GroupConv(*channels, "separable", kernel_size),
@@ -154,7 +167,8 @@ class RelaxedNetwork(_SequentialNetwork):
                 _shrink([path for name, path in members.items() if _FAMILIES[names[name]] == "fc"], relaxed_gain)
             weight = 1 / len(members) if scale is None else scale
             if halved:
-                members = _pooled(members, {name for name, kind in names.items() if _FAMILIES[kind] != "fc"}, pool_norm)
+                convolutional = {name for name, kind in names.items() if _FAMILIES[kind] not in _BETWEEN_GRIDS}
+                members = _pooled(members, convolutional, pool_norm)
             self.add_module(f"block{depth - 1}", ResidualPathways(members, scale=weight))
             self.add_module(f"activation{depth - 1}", make_activation(activation))
             channels, sides = factor * width, after

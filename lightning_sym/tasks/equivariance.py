@@ -39,6 +39,8 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
         temperature: ``T`` > 0; 1 is Bayes.
         prior_step: How the prior acts: ``"gradient"``, ``"implicit"`` or ``"auto"``, see ``step`` of
             :class:`lightning_sym.curvature.GaussianPrior`.
+        prior_on: ``"weights"``, or ``"lengthscales"``: also the inverse length scales of sparse layers with
+            ``learn_lengthscale``, see ``on`` of the same class.
         optimizer: Makes the optimizer from parameters; default Adam with its defaults. Without weight decay.
         lr_scheduler: Makes the learning-rate scheduler from the optimizer; default none.
         lr_scheduler_interval: Whether the scheduler steps once per epoch or per optimizer step.
@@ -54,10 +56,11 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
     A checkpoint holds log precisions and log noise.
 
     Raises:
-        ValueError: If an argument is out of range, the optimizer decays weights, or a layer has no curvature rule.
+        ValueError: If an argument is out of range, the optimizer decays weights, a layer has no curvature rule, or the
+            prior is on length scales and none is trained.
 
     References:
-        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 and 2.3.
+        van der Ouderaa, Immer, van der Wilk (2023), arXiv:2310.06131; docs/theory/curvature.md, 2.2 to 2.4.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
         noise: float = 1.0,
         temperature: float = 1.0,
         prior_step: Literal["auto", "implicit", "gradient"] = "auto",
+        prior_on: Literal["weights", "lengthscales"] = "weights",
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
@@ -78,7 +82,13 @@ class EquivarianceTask(LoadsTrusted, LightningModule):
         network = given_network(network, allow)
         self.network = network
         self.prior = GaussianPrior(
-            network, precision, likelihood=likelihood, noise=noise, temperature=temperature, step=prior_step
+            network,
+            precision,
+            likelihood=likelihood,
+            noise=noise,
+            temperature=temperature,
+            step=prior_step,
+            on=prior_on,
         )
         self.likelihood = likelihood
         self.optimizer = optimizer

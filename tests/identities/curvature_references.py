@@ -8,6 +8,7 @@ from torch.func import functional_call, jacrev
 
 from lightning_sym.layers import (
     CircularConv,
+    EquivariantLinear,
     FactoredFullyConnected,
     FullyConnected,
     GroupConv,
@@ -15,6 +16,7 @@ from lightning_sym.layers import (
     ResidualPathways,
     SparseConv,
     SparseFactoredFullyConnected,
+    grid_action,
 )
 
 GRID = (4, 6)
@@ -50,6 +52,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "prelu": (lambda: nn.PReLU(), (3, *GRID)),
     "prelu of channels": (lambda: nn.PReLU(3), (3, *GRID)),
     "fully connected": (lambda: FullyConnected(2, 3, (2, 3), (1, 2)), (2, 2, 3)),
+    "equivariant": (lambda: EquivariantLinear(2, 3, grid_action("d4", 3)), (2, 3, 3)),
     "circular": (lambda: CircularConv(2, 3), (2, *GRID)),
     "circular 5 on a small grid": (lambda: CircularConv(2, 3, 5), (2, 2, 3)),
     "factored": (lambda: FactoredFullyConnected(3, 2, GRID, (2, 3)), (3, *GRID)),

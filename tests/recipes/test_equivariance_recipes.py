@@ -28,6 +28,9 @@ COUNTS = {
     "cifar10_sfc": 831_820,
     "cifar10_sconv": 237_050,
     "cifar10_sfc_sconv": 959_420,
+    "cifar10_sfc_lengthscales": 831_820 + 8 * 2,  # two length scales in each of eight blocks
+    "cifar10_sconv_lengthscales": 237_050 + 8,
+    "cifar10_sfc_sconv_lengthscales": 959_420 + 8 * 3,
     "mnist_digit": 1_730_805,
     "mnist_quadrant": 1_750_035,
     "mnist_multigroup": 1_105_843,

@@ -26,7 +26,7 @@ from lightning_sym.curvature import (
 )
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.layers import ResidualPathways
-from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.networks import MultiLayerPerceptron, Network, RelaxedNetwork
 from lightning_sym.reports.evidence import short
 from lightning_sym.tasks import EquivarianceTask
 
@@ -93,6 +93,25 @@ def evidence_of(task, likelihood="classification"):
     return Evidence.of(
         task.network, factors(task.network, planted(likelihood).curvature_dataloader(), likelihood), groups
     )
+
+
+def test_a_prior_on_length_scales_is_learned(tmp_path):
+    torch.manual_seed(0)
+    network = RelaxedNetwork(["sfc", "sconv"], 2, 8, in_channels=1, learn_lengthscale=True)
+    task = EquivarianceTask(network, precision=0.5, prior_on="lengthscales", optimizer=SGD)
+    callback = learner(steps=3, samples=1)
+    fit(tmp_path, callback, digits(), task, max_epochs=1)
+    assert task.prior.log_precisions.keys() == dict(network.named_parameters()).keys()  # positions are buffers
+    assert all(value != math.log(0.5) for value in task.prior.log_precisions.values())
+    paths = callback.records[-1]["paths"]
+    assert paths["block0.omega.conv"]["relative"] + paths["block0.omega.fc"]["relative"] == pytest.approx(1)
+    assert (paths["block0.omega.conv"]["parameters"], paths["block0.omega.fc"]["parameters"]) == (1, 2)
+    assert paths["block0.omega.fc"]["layer"] == "block0.omega"
+    about = json.loads((tmp_path / "results" / "layers.json").read_text())
+    assert about["settings"]["prior_on"] == "lengthscales"
+    assert {row["path"] for row in read_csv(tmp_path / "results" / "layers.csv") if row["layer"] == "block0.omega"} == {
+        "fc", "conv",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

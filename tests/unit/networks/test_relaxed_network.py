@@ -9,7 +9,13 @@ from lightning_sym.layers import PolyphasePool, ResidualPathways, parameter_path
 from lightning_sym.networks import RelaxedNetwork, build
 
 KINDS = ["fc", "ffc", "sfc", "conv", "sconv", "gconv", "gconv_full", "gconv_separable", "gconv_depthwise_separable"]
-COMBINATIONS = [*([kind] for kind in KINDS), ["ffc", "conv"], ["sfc", "sconv"], ["ffc", "conv", "gconv"]]
+COMBINATIONS = [
+    *([kind] for kind in KINDS),
+    ["ffc", "conv"],
+    ["sfc", "sconv"],
+    ["ffc", "conv", "gconv"],
+    ["c4", "d4", "conv"],
+]
 COMBINATIONS += [["fc", "ffc"], KINDS]
 
 
