@@ -259,8 +259,8 @@ class TensorDataModule(InMemoryDataModule):
 class DatasetDataModule(TensorDataModule):
     """A torch ``Dataset`` of pairs ``(input, target)``, read into memory once.
 
-    Items are tensors, arrays or numbers of one shape; random transforms of the data set are applied once. The rest is
-    as in :class:`TensorDataModule`. In YAML a data set is a class with its arguments.
+    Items are tensors, arrays, numbers or images of PIL, all of one shape; random transforms of the data set are applied
+    once. The rest is as in :class:`TensorDataModule`. In YAML a data set is a class with its arguments.
 
     Args:
         dataset: The training data.

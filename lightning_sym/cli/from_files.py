@@ -32,7 +32,7 @@ from lightning_sym.cli.places import check_files, check_places, has_epoch, is_fi
 _ZOO = "imported"  # its folder in the run folder
 _OWN = ("network", "out", "prefix")
 _ALSO = ("data", "model", "trainer", "checkpoint", "config", "overwrite", "seed_everything", "log_details", *FIGURES)
-# Options of other commands, and what stands for them here.
+# Options of other commands, and a hint to the option here.
 _ELSEWHERE = {
     "run_dir": " The run folder is --out.",
     "input": " The shape of an input follows from --data.",

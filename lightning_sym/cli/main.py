@@ -38,11 +38,12 @@ _COMMANDS = {
 }
 
 
+FILE_COMMANDS = ("spectrum", "learning-coefficient", "evidence", "similarity", "curve")
 # Commands that Lightning does not have, and the modules that read their options without PyTorch.
 _MODULES = {
     **{"merge": "merging", "reparametrize": "reparametrize", "symmetry": "symmetry", "compare": "compare"},
     **{"estimate": "estimate", "import": "importing"},
-    **dict.fromkeys(("spectrum", "learning-coefficient", "evidence", "similarity", "curve"), "from_files"),
+    **dict.fromkeys(FILE_COMMANDS, "from_files"),
 }
 
 
@@ -60,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
         status = _command(list(sys.argv[1:] if args is None else args))
         sys.stdout.flush()  # here, where a closed reader is noticed, not when Python ends
     except KeyboardInterrupt:  # before anything was begun
-        return _interrupted(resumes=False)
+        return _interrupted()
     except BrokenPipeError:  # ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -181,7 +182,7 @@ def _own_command(command: str, module: Any, args: list[str]) -> int:
         _load(module.NEEDS)
         module.run(found)
 
-    return _guarded(start)
+    return _guarded(start, kept="run" if command in FILE_COMMANDS else "")
 
 
 def _run(args: list[str]) -> int:
@@ -189,7 +190,7 @@ def _run(args: list[str]) -> int:
 
     with Watch() as watch:
         start = partial(watch.call, lambda: _load("lightning_sym.cli.lightning").RecipeCLI(args=args))
-        return _guarded(start, resumes=args[0] == "fit")
+        return _guarded(start, kept="checkpoint" if args[0] == "fit" else "")
 
 
 def _load(module: str) -> Any:
@@ -215,23 +216,23 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _guarded(start: Callable[[], None], *, resumes: bool = False) -> int:
+def _guarded(start: Callable[[], None], *, kept: str = "") -> int:
     """Call a function, and report an error as one sentence and an exit status.
 
     Args:
         start: The function.
-        resumes: Whether it writes checkpoints that a later call can resume from.
+        kept: What it leaves if it is interrupted: a checkpoint, from which a later call resumes, or a run; or nothing.
     """
     try:
         start()
     except SystemExit as stop:
         if isinstance(stop.__context__, KeyboardInterrupt):  # Lightning has cleaned up after the interrupted fit
-            return _interrupted(resumes)
+            return _interrupted(kept)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        return _interrupted(resumes)
+        return _interrupted(kept)
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -260,16 +261,17 @@ def _sentence(error: BaseException) -> str:
     return str(error) or repr(error)
 
 
-def _interrupted(resumes: bool) -> int:
+def _interrupted(kept: str = "") -> int:
     from lightning_sym.cli.places import has_epoch
 
     todo = ""
-    if resumes and (module := sys.modules.get("lightning_sym.cli.lightning")):
+    if kept and (module := sys.modules.get("lightning_sym.cli.lightning")):
         run_dir = module.RecipeParser.given.get("run_dir", "runs/default")
-        if os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
+        if kept == "checkpoint" and os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
             todo = "; resume with --ckpt_path last"
         elif os.path.isfile(os.path.join(run_dir, "config.yaml")):
-            again = "restart with --overwrite true" if has_epoch(Path(run_dir)) else "the same command starts it again"
-            todo = f" before its first checkpoint; {again}"
+            again = "restart with --overwrite true" + f" --out {run_dir}" * (kept == "run")
+            again = again if has_epoch(Path(run_dir)) else "the same command starts it again"
+            todo = f"{' before its first checkpoint' * (kept == 'checkpoint')}; {again}"
     print(f"lightning-sym: interrupted{todo}", file=sys.stderr)
     return 130

@@ -152,3 +152,18 @@ def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(options, says):
     assert result.status == 1
     assert set(Path().iterdir()) - files <= {Path("__pycache__")}
     succeed("evidence", "a.pt", "--network=own_nets.Own", *DATA, "--out=runs/mine")
+
+
+@pytest.mark.usefixtures("own")
+def test_an_interrupted_command_says_how_to_start_it_again():
+    Path("leaves.py").write_text(
+        "from pytorch_lightning import Callback\n\n\nclass Leave(Callback):\n"
+        "    def on_train_epoch_end(self, trainer, pl_module):\n        raise KeyboardInterrupt\n"
+    )
+    command = ["curve", "a.pt", "b.pt", "--network=own_nets.Own", *DATA, *QUICK["curve"], "--out=c"]
+    result = call(*command, "--trainer.callbacks+=leaves.Leave")
+    assert result.status == 130
+    assert result.err.splitlines()[-1] == "lightning-sym: interrupted; restart with --overwrite true --out c"
+    assert "c already holds a run" in call(*command).error
+    succeed(*command, "--overwrite=true")
+    assert Path("c/results/summary.csv").is_file()
