@@ -465,14 +465,16 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     waves = torch.fft.rfft2(x).flatten(2).permute(2, 1, 0).contiguous()  # [F, C, N]
     inverse = _inverse_transform(offsets, *x.shape[2:]).to(waves)  # [offsets, F]
     found = x.new_zeros(len(offsets), channels if depthwise else channels**2)
-    for at in torch.arange(len(waves), device=x.device).split(max(1, _AT_ONCE // found.shape[1])):
+    for at in torch.split(torch.arange(len(waves), device=x.device), max(1, _AT_ONCE // found.shape[1])):
         if depthwise:
             spectrum = waves[at].abs().square().sum(2).to(waves)
         else:
             spectrum = (waves[at].conj() @ waves[at].mT).flatten(1)
         found += (inverse[:, at] @ spectrum).real
     grams: dict[tuple[int, int], Tensor] = {}
-    for (down, right), product in zip(offsets, found if depthwise else found.unflatten(1, (channels, -1)), strict=True):
+    for (down, right), product in zip(
+        offsets, found if depthwise else torch.unflatten(found, 1, (channels, -1)), strict=True
+    ):
         if (down, right) == (0, 0) and not depthwise:
             product = (product + product.mT) / 2
         grams[down, right] = product

@@ -91,8 +91,8 @@ class FactorSums:
         if hidden and self._every_place is None:
             self._every_place = every_place_counts(self.network)
         if self._every_place:
-            for key in [key for key in hidden if key[0] not in self._folded]:
-                hidden.pop(key).fill_(True)
+            for at in [at for at in hidden if at[0] not in self._folded]:
+                hidden.pop(at).fill_(True)
         if own or hidden:
             look.check_and_find(own, hidden)
         with torch.no_grad():
