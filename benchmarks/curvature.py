@@ -1,7 +1,7 @@
 """Cost of relaxed layers, their curvature and the marginal likelihood, relative to plain alternatives.
 
-Variants take turns, so that drifts in the machine's speed affect all. Uses one thread on a CPU, as a rank would.
-Run it alone on the machine::
+Variants take turns, so that drifts in the machine's speed affect all. Uses one thread on a CPU, as a rank would, and
+counts processor time there, but for the recipe. Run it alone on the machine::
 
     python benchmarks/curvature.py                    # everything, about half an hour on a CPU core
     python benchmarks/curvature.py --only layers sparse
@@ -14,6 +14,7 @@ and ``.md``.
 
 Plain references:
     layers       the factored layer as linear maps of block-diagonal (one-hot) inputs; torch's circular ``Conv2d``
+    steps        the factored layer as two einsums with biases, in a step of SGD with ``backward()``
     sparse       the layers without anchors: ``FactoredFullyConnected`` and ``CircularConv``
     passes       one epoch of training on the same samples, batch 128
     checks       one pass, including the checks at its beginning
@@ -36,19 +37,24 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _timing import PARTS, Results, Runs, parser, result, row, run, timed
+from _timing import PARTS, Results, Runs, parser, result, row, run
+from _timing import timed as timed_by
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_sym.cli import main as command
 from lightning_sym.curvature import Evidence, PrecisionOptimizer, engines, factors, parameter_groups
+from lightning_sym.curvature.autograd import AutogradEngine
 from lightning_sym.curvature.blocks import symmetric_eigenvalues
+from lightning_sym.curvature.passes import pull_back, ready, softmax_root
 from lightning_sym.curvature.proof import prove
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
 from lightning_sym.networks import RelaxedNetwork
 
 Layer = Callable[[Tensor], Tensor]
+# Other programs may share the CPU.
+CLOCK = time.perf_counter if torch.cuda.is_available() else time.process_time
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,11 @@ class Sizes:
 
 
 QUICK = Sizes(((2, 3),), (8,), 4, 2, 8, 3, (16, 32), 64, 2, 1, (("equivariance/digits_digit", 8, 2, 8, 1),))
+
+
+def timed(runs: Runs, rounds: int) -> Results:
+    """Time variants in turn, by processor time on the CPU."""
+    return timed_by(runs, rounds, clock=CLOCK)
 
 
 # ---- a: the factored layer, and b: layers with anchors
@@ -187,6 +198,70 @@ def steps_of_conv(conv: nn.Conv2d, x: Tensor) -> Callable[[], None]:
     return steps(ours, x)
 
 
+class Contractions(nn.Module):
+    """The formula of the factored layer as two einsums with biases."""
+
+    def __init__(self, in_channels: int, out_channels: int, positions: int) -> None:
+        super().__init__()
+        self.theta1 = nn.Parameter(torch.randn(out_channels, in_channels, positions) / positions)
+        self.theta2 = nn.Parameter(torch.randn(out_channels, in_channels, positions) / in_channels)
+        self.b1, self.b2 = nn.Parameter(torch.zeros(out_channels)), nn.Parameter(torch.zeros(positions))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[N, C', H, W]``."""
+        z = torch.einsum("ncx,dcx->ncd", x.flatten(2), self.theta1) + self.b1
+        y = torch.einsum("ncd,dcy->ndy", z, self.theta2) + self.b2
+        return y.view(len(x), -1, *x.shape[2:])
+
+
+def training_step(layer: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Return a step of SGD with momentum, with the gradient of the input for the layers before."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x.grad = None
+        layer(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure_steps(sizes: Sizes, rounds: int, device: str) -> Results:
+    """Time training steps of the factored layer against two einsums."""
+    found = []
+    for grid in sizes.grids:
+        for channels in sizes.channels:
+            x = features(sizes, channels[0], grid, device)
+            layers = {
+                "plain": Contractions(*channels, grid**2).to(device),
+                "F-FC": FactoredFullyConnected(*channels, grid).to(device),
+            }
+            with torch.no_grad():
+                for own, other in zip(*(layer.parameters() for layer in layers.values()), strict=True):
+                    other.copy_(own)
+            torch.testing.assert_close(layers["F-FC"](x), layers["plain"](x), rtol=1e-3, atol=1e-3)
+            runs: Runs = {name: training_step(layer, x) for name, layer in layers.items()}
+            rows = timed(runs, 4 * rounds)
+            memory = {name: peak_mib(step, device) for name, step in runs.items()}
+            note = "Plain: two einsums with biases. Peak memory of tensors: "
+            note += ", ".join(f"{name} {m:.1f} MiB" for name, m in memory.items()) + "."
+            title = title_of("A training step with backward() and SGD", sizes, channels, grid)
+            found.append(result(title, rows, note=note, peak_mib=memory, target_ratio=1.05))
+    return found
+
+
+def interpolating(sparse: SparseFactoredFullyConnected) -> Callable[[], None]:
+    """Return the matrix products alone by which S-FC interpolates both weights, and pulls their gradients back."""
+    pairs = [(sparse.u1.detach().flatten(0, 1), sparse.phi1), (sparse.u2.detach().mT.contiguous(), sparse.phi2)]
+
+    def products() -> None:
+        for values, phi in pairs:
+            (values @ phi) @ phi.mT
+
+    return products
+
+
 def measure_sparse(sizes: Sizes, rounds: int, device: str) -> Results:
     """Time layers with anchors against those without."""
     found = []
@@ -198,10 +273,14 @@ def measure_sparse(sizes: Sizes, rounds: int, device: str) -> Results:
                 "S-CONV": (CircularConv(*channels), SparseConv(*channels)),
             }
             for name, (plain, sparse) in pairs.items():
-                rows = timed({"plain": steps(plain.to(device), x), name: steps(sparse.to(device), x)}, 4 * rounds)
-                title = title_of(f"{name}, forward and backward", sizes, channels, grid)
+                runs: Runs = {"plain": steps(plain.to(device), x), name: steps(sparse.to(device), x)}
                 note = f"Plain: {type(plain).__name__}."
-                found.append(result(title, rows, note=note, target_ratio=1.3))
+                if isinstance(sparse, SparseFactoredFullyConnected):
+                    runs["its interpolation alone"] = interpolating(sparse)
+                    note += " Last row: the four products of weights, or their gradients, with the interpolations."
+                rows = timed(runs, 4 * rounds)
+                title = title_of(f"{name}, forward and backward", sizes, channels, grid)
+                found.append(result(title, rows, note=note, target_ratio=1.25))
     return found
 
 
@@ -214,6 +293,18 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tu
         optimizer.zero_grad()
         F.cross_entropy(network(x), y).backward()
         optimizer.step()
+
+
+def backward_passes(network: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+    """Pull K - 1 columns back to the outputs of all layers, and compute no factor: exact curvature takes longer."""
+    with ready(network) as network:
+        engine = AutogradEngine(network, "shared", 1)
+        for x, _ in batches:
+            outputs = engine.forward(x)
+            nodes = [output for _, _, output in engine.recorded.values()]
+            for column in softmax_root(outputs.detach().softmax(1)).split(1):
+                for _ in pull_back(outputs, nodes, column):
+                    pass
 
 
 def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
@@ -236,11 +327,13 @@ def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
         for kind, samples in (("exact", None), ("Monte Carlo", 1)):
             for engine in ("autograd", "backpack"):
                 runs[f"{kind}, {engine}"] = partial(factors, network, batches, engine=engine, samples=samples)
+        least = "the backward passes of an exact one alone"
+        runs[least] = partial(backward_passes, network, batches)
         last = "eigenvalues and 20 steps of the precisions"
         runs[last] = evidence
         rows = timed(runs, rounds)
         seconds = {row["variant"]: row["seconds_median"] for row in rows}
-        shares = {name: seconds[last] / seconds[name] for name in runs if name not in ("plain", last)}
+        shares = {name: seconds[last] / seconds[name] for name in runs if name not in ("plain", least, last)}
         listed = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
         large = ", ".join(f"{name} {100 * share * sizes.samples / 50_000:.1f} %" for name, share in shares.items())
         note = (
@@ -249,7 +342,12 @@ def measure_passes(sizes: Sizes, rounds: int, device: str) -> Results:
             f"{listed}. By calculation, of a pass over 50,000 samples: {large}."
         )
         title = f"Curvature of RelaxedNetwork(ffc, conv), width {sizes.width}, grid {grid} x {grid}"
-        targets = {"exact": 10, "Monte Carlo": 2.5, "eigenvalues and steps of a pass": 0.2}
+        targets = {
+            "exact, autograd": 4,
+            "exact, backpack": 5,
+            "Monte Carlo": 1.5,
+            "eigenvalues and steps of a pass": 0.2,
+        }
         found.append(result(title, rows, note=note, target_ratio=targets, share_of_a_pass=shares))
     return found
 
@@ -269,11 +367,11 @@ def measure_checks(sizes: Sizes, rounds: int, device: str) -> Results:
             seconds: list[float] = []
 
             def timed_prove(*arguments: Any, seconds: list[float] = seconds) -> None:
-                start = time.perf_counter()
+                start = CLOCK()
                 prove(*arguments)
                 if device == "cuda":
                     torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
+                seconds.append(CLOCK() - start)
 
             with patch.object(engines, "prove", timed_prove):
                 rows = timed({"plain": partial(factors, network, batches, engine=engine, samples=columns)}, rounds)
@@ -298,11 +396,11 @@ def blocks_of(count: int, side: int, device: str) -> Tensor:
 
 def once(run: Callable[[], Any], device: str) -> float:
     """Return the seconds of a single run."""
-    start = time.perf_counter()
+    start = CLOCK()
     run()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return CLOCK() - start
 
 
 def measure_eigenvalues(sizes: Sizes, rounds: int, device: str, dense: bool) -> Results:
@@ -359,7 +457,7 @@ def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
         f"--trainer.callbacks.every_n_epochs={sizes.every}",
     ]
     ends = "one epoch without updates"
-    rows = timed(
+    rows = timed_by(
         {
             "plain": partial(fit, sizes.epochs, without),
             f"an update every {sizes.every} epochs": partial(fit, sizes.epochs, every),
@@ -379,7 +477,9 @@ def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
 def main() -> None:
     """Run the selected parts."""
     options = parser(__doc__, 5, "times four for layers; after one that is not counted")
-    options.add_argument("--only", nargs="+", choices=["layers", "sparse", "passes", "checks", "eigenvalues", "recipe"])
+    options.add_argument(
+        "--only", nargs="+", choices=["layers", "steps", "sparse", "passes", "checks", "eigenvalues", "recipe"]
+    )
     options.add_argument("--threads", type=int, default=1, help="of torch, on the CPU")
     options.add_argument("--dense", action="store_true", help="time the largest dense matrix instead of extrapolating")
     options.add_argument("--quick", action="store_true", help="tiny sizes, one round, nothing is written")
@@ -391,6 +491,7 @@ def main() -> None:
     sizes, rounds = (QUICK, 1) if arguments.quick else (Sizes(), arguments.rounds)
     measurements = {
         "layers": partial(measure_layers, sizes, rounds, device),
+        "steps": partial(measure_steps, sizes, rounds, device),
         "sparse": partial(measure_sparse, sizes, rounds, device),
         "passes": partial(measure_passes, sizes, rounds, device),
         "checks": partial(measure_checks, sizes, rounds, device),

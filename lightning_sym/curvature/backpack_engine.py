@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any
 
 import torch
 from backpack import disable, memory_cleanup
@@ -14,7 +14,7 @@ from backpack.custom_module.scale_module import ScaleModule
 from backpack.extensions import KFAC, KFLR
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_sym.curvature.passes import (
     Engine,
@@ -27,11 +27,10 @@ from lightning_sym.curvature.passes import (
 )
 from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule
+from lightning_sym.curvature.structure import children_in_order, runs
 from lightning_sym.curvature.sums import FactorSums, regroups
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import architecture_name
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 # Elementwise, several inputs, or losses: BackPACK's own extensions. Ours is for one input, column by column.
 _OF_BACKPACK = (
@@ -256,13 +255,13 @@ class BackpackEngine(Engine):
         name = self.names[id(module)]
         if name in self.layers or not any(parameter.requires_grad for parameter in module.parameters()):
             return self.leaf(name, module)
-        if _runs(module, ResidualPathways):
+        if runs(module, ResidualPathways):
             parallel, scale = Parallel(*map(self.convert, module.paths.values())), ScaleModule(module.scale)
             self.hooked += [(name, parallel.merge), (name, scale)]
             return nn.Sequential(parallel, scale)
-        if _runs(module, nn.Sequential):
+        if runs(module, nn.Sequential):
             return nn.Sequential(*map(self.convert, module))
-        children = _children_in_order(module)
+        children = children_in_order(module)
         if children is None:
             label = f"module {name!r}" if name else "the network"
             raise ValueError(
@@ -400,11 +399,6 @@ class BackpackEngine(Engine):
         return {full: vars(tensor).pop(extension.savefield) for full, tensor in parameters}
 
 
-def _runs(module: nn.Module, kind: type[ModuleT]) -> TypeGuard[ModuleT]:
-    """Return whether a module's forward is that of a class."""
-    return isinstance(module, kind) and getattr(module.forward, "__func__", None) is kind.forward
-
-
 def _known(module: nn.Module) -> bool:
     """Return whether BackPACK's own extension of a module's class is right."""
     trainable = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
@@ -413,29 +407,3 @@ def _known(module: nn.Module) -> bool:
 
 def _note_versions(module: nn.Module, args: tuple[Any, ...]) -> None:
     vars(module)["_versions"] = [x._version for x in args if isinstance(x, Tensor)]
-
-
-class _ChildrenAsLeaves(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
-def _children_in_order(module: nn.Module) -> list[nn.Module] | None:
-    """Return the modules that a forward calls, one after the other; None if it does anything else."""
-    try:
-        graph = _ChildrenAsLeaves().trace(module)
-    except Exception:  # a forward may do anything that cannot be traced
-        return None
-    found: list[nn.Module] = []
-    last: fx.Node | None = None
-    for node in graph.nodes:
-        if node.op == "placeholder" and last is None:
-            last = node
-        elif node.op == "call_module" and node.args == (last,) and not node.kwargs:
-            found.append(module.get_submodule(str(node.target)))
-            last = node
-        elif node.op == "output" and node.args == (last,):
-            return found
-        else:
-            return None
-    return None

@@ -1,6 +1,7 @@
 """Rules of how parameters enter a layer: one per class of layer, for every engine, with a registry."""
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
@@ -212,15 +213,22 @@ def gram(vectors: Tensor, block_axes: int) -> Tensor:
     vectors = vectors.flatten(block_axes, -3)  # [*blocks, M, R, F]
     rows, features = vectors.shape[-2:]
     total = vectors.new_zeros(*vectors.shape[:block_axes], features, features, dtype=wide(vectors.device))
+    step = max(128, features // 4)  # the upper triangle only, in blocks that are large enough for fast products
+    step = features if features < 2 * step else step
     places_last = vectors.stride(-2) == 1 and vectors.stride(-1) != 1
     one = max(1, vectors[(slice(None),) * block_axes + (slice(1),)].numel())
     for part in torch.split(vectors, max(1, _AT_ONCE // one), block_axes) if vectors.numel() else ():
         part = part.to(total.dtype)
-        if rows >= features and places_last:  # a product per sample: no copy of images, which have the places last
+        if (
+            rows >= features and places_last and step == features
+        ):  # a product per sample: no copy of images, which have the places last
             total += (part.mT @ part).sum(-3)
         else:
             part = part.flatten(block_axes, -2)
-            total += part.mT @ part
+            for start in range(0, features, step):
+                total[..., start : start + step, start:] += part[..., start : start + step].mT @ part[..., start:]
+    for start in range(step, features, step):
+        total[..., start:, start - step : start] = total[..., start - step : start, start:].mT
     return total
 
 
@@ -444,8 +452,9 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     r"""Return the sum of outer products of circular patches, without making the patches.
 
     Entry :math:`(c, i, j), (d, k, l)` depends on the offset :math:`(k-i, l-j)` only, as the sum runs over all
-    positions of a torus. The opposite offset has the transposed matrix: 13 products of ``C x C`` for k = 3
-    instead of 81.
+    positions of a torus. All offsets together are the self-convolution of the features. By the convolution theorem it
+    needs one product of ``C x C`` for each frequency instead of one for each position and offset. The opposite offset
+    has the transposed matrix.
 
     Args:
         x: Shape ``[N, C, H, W]``.
@@ -457,25 +466,42 @@ def circular_gram(x: Tensor, kernel: int, *, depthwise: bool = False) -> Tensor:
     """
     channels = x.shape[1]
     lags = range(1 - kernel, kernel)
+    offsets = [(down, right) for down in range(kernel) for right in (lags if down else range(kernel))]
     x = x.to(wide(x.device))  # as in gram
-    rows = x.flatten(2)
+    waves = torch.fft.rfft2(x).flatten(2).permute(2, 1, 0).contiguous()  # [F, C, N]
+    inverse = _inverse_transform(offsets, *x.shape[2:]).to(waves)  # [offsets, F]
+    found = x.new_zeros(len(offsets), channels if depthwise else channels**2)
+    for at in torch.split(torch.arange(len(waves), device=x.device), max(1, _AT_ONCE // found.shape[1])):
+        if depthwise:
+            spectrum = waves[at].abs().square().sum(2).to(waves)
+        else:
+            spectrum = (waves[at].conj() @ waves[at].mT).flatten(1)
+        found += (inverse[:, at] @ spectrum).real
     grams: dict[tuple[int, int], Tensor] = {}
-    for down in range(kernel):
-        for right in lags if down else range(kernel):
-            moved = x.roll((-down, -right), (2, 3)).flatten(2)
-            if depthwise:
-                grams[down, right] = (rows * moved).sum((0, 2))
-            elif rows.shape[2] >= channels:  # per sample, as in gram
-                grams[down, right] = (rows @ moved.mT).sum(0)
-            else:
-                grams[down, right] = rows.transpose(0, 1).flatten(1) @ moved.transpose(0, 1).flatten(1).T
-            grams[-down, -right] = grams[down, right].mT if not depthwise else grams[down, right]
+    for (down, right), product in zip(
+        offsets, found if depthwise else torch.unflatten(found, 1, (channels, -1)), strict=True
+    ):
+        if (down, right) == (0, 0) and not depthwise:
+            product = (product + product.mT) / 2
+        grams[down, right] = product
+        grams[-down, -right] = product if depthwise else product.mT
     table = torch.stack([grams[down, right] for down in lags for right in lags])  # [(2 k - 1)^2, C, C]
     at = torch.arange(kernel, device=x.device)
     lag = at[None, :] - at[:, None] + kernel - 1  # [i, k]
     index = lag[:, None, :, None] * (2 * kernel - 1) + lag[None, :, None, :]  # [i, j, k, l]
-    found = table[index.reshape(kernel**2, kernel**2)]
-    return found.permute(2, 0, 1) if depthwise else found.permute(2, 0, 3, 1)
+    products = table[index.reshape(kernel**2, kernel**2)]
+    return products.permute(2, 0, 1) if depthwise else products.permute(2, 0, 3, 1)
+
+
+def _inverse_transform(offsets: list[tuple[int, int]], height: int, width: int) -> Tensor:
+    """Return the inverse of ``rfft2`` at a few positions, complex128 on the CPU. Shape ``[positions, F]``."""
+    down, right = torch.tensor(offsets).unbind(1)
+    rows, columns = torch.arange(height), torch.arange(width // 2 + 1)
+    turns = (down[:, None] * rows % height).double()[:, :, None] / height
+    turns = turns + (right[:, None] * columns % width).double()[:, None] / width
+    # Columns other than the first and the last stand for two frequencies.
+    weights = torch.where((columns == 0) | (2 * columns == width), 1.0, 2.0).double() / (height * width)
+    return torch.polar(weights.expand_as(turns), 2 * math.pi * turns).flatten(1)
 
 
 def circular_patches(x: Tensor, kernel: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sym._random import generator
 from lightning_sym.curvature.blocks import KroneckerBlock
 from lightning_sym.curvature.rules import Layers, Rule, curved_parameters, full_name, gram, summed_products, unfolded
+from lightning_sym.curvature.structure import every_place_counts
 from lightning_sym.layers.polyphase_pool import PolyphasePool
 
 _CYCLES = 100  # of draws; each shows at least one more row
@@ -40,6 +41,7 @@ class FactorSums:
         self.inner: dict[str, Tensor] = {}
         self.rows: dict[str, int] = {}
         self.regroups = False  # whether rows may be given to other samples behind a layer
+        self._every_place: bool | None = None  # whether the network's structure shows that all rows count
         self._folded: set[str] = set()  # layers that have had other than one row for each sample
         self._with_inputs: dict[str, set[str]] = {}
         self._seen: dict[tuple[str, str], Tensor] = {}  # in this batch, by layer and parameter: shape [rows, R]
@@ -86,6 +88,11 @@ class FactorSums:
         own = set(inputs) if self.regroups else self._folded & inputs.keys()
         look = _Look(self.network, self.layers, x, inputs, self.quiet)
         hidden = {at: seen for at, seen in self._seen.items() if not seen.all() and look.has_places(*at, seen)}
+        if hidden and self._every_place is None:
+            self._every_place = every_place_counts(self.network)
+        if self._every_place:
+            for at in [at for at in hidden if at[0] not in self._folded]:
+                hidden.pop(at).fill_(True)
         if own or hidden:
             look.check_and_find(own, hidden)
         with torch.no_grad():

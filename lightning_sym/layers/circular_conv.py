@@ -28,7 +28,9 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int 
             size = x.shape[axis]
             x = x.index_select(axis, torch.arange(-padding, size + padding, device=x.device) % size)
     elif padding:
-        x = F.pad(x, (padding,) * 4, mode="circular")
+        for axis in (-1, -2):  # F.pad writes in place, which makes the gradient costly
+            size = x.shape[axis]
+            x = torch.cat([x.narrow(axis, size - padding, padding), x, x.narrow(axis, 0, padding)], axis)
     return F.conv2d(x, weight, bias, groups=groups)
 
 
