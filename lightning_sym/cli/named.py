@@ -111,7 +111,7 @@ def missing_module(path: str, name: str) -> str:
             f"add --model.allow '[{name.partition('.')[0]}]'."
         )
     return (
-        f"{path}: There is no module {name!r}.{nearest(name, (_OURS, 'pytorch_lightning', 'torch'))} "
+        f"{path}: There is no module {name!r}.{nearest(name, (*_LIBRARIES, *_MODELS))} "
         "If it is yours, run this in its folder, or put that on PYTHONPATH."
     )
 
