@@ -43,12 +43,14 @@ def _wrong_option(args: Sequence[str]) -> str:
         todo = f"give it as --config {alone}" if known else "options are --NAME VALUE, a recipe is --config RECIPE"
         return f"{alone!r} belongs to no option; {todo}.{'' if known else nearest(alone, recipe_names())}"
     given = merge(read_given(args))
-    wrong = unknown_option(given, shipped_options) or without_value(args) or wrong_class(given)
-    return wrong or next((_wrong_word(given, name, words) for name, words in WORDS.items() if name in given), "")
+    return unknown_option(given, shipped_options) or without_value(args) or wrong_class(given) or _wrong_word(given)
 
 
-def _wrong_word(given: Mapping[str, Any], name: str, words: Sequence[str]) -> str:
-    return "" if given[name] in (None, *words) else unknown(f"word of --{name}", given[name], words)
+def _wrong_word(given: Mapping[str, Any]) -> str:
+    for name, words in WORDS.items():
+        if given.get(name) not in (None, *words):
+            return unknown(f"word of --{name}", given[name], words)
+    return ""
 
 
 def _resolved(args: Sequence[str]) -> list[str]:

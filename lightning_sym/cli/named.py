@@ -64,7 +64,7 @@ def wrong_class(tree: Mapping[str, Any]) -> str:
     # A module that is imported may define classes that are found by their short names, too.
     modules = [kind.rpartition(".")[0] for _, kind in found if "." in kind]
     files = [_file_of(module) for module in modules if module.partition(".")[0] not in _LIBRARIES]
-    own = frozenset().union(*(_bound(file) or () for file in files if file is not None))
+    own: frozenset[str] = frozenset().union(*(_bound(file) or () for file in files if file is not None))
     for path, kind in found:
         module, _, name = kind.rpartition(".")
         room = _ROOMS[path]
@@ -111,7 +111,7 @@ def missing_module(path: str, name: str) -> str:
             f"add --model.allow '[{name.partition('.')[0]}]'."
         )
     return (
-        f"{path}: There is no module {name!r}.{nearest(name, (_OURS, 'pytorch_lightning', 'torch'))} "
+        f"{path}: There is no module {name!r}.{nearest(name, (*_LIBRARIES, *_MODELS))} "
         "If it is yours, run this in its folder, or put that on PYTHONPATH."
     )
 

@@ -154,10 +154,10 @@ def test_shapes_and_flags_are_read() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("torchvison:resnet18", "names no library of models; expected torchvision:... Did you mean 'torchvision:resn"),
+        ("torchvison:resnet18", "network: There is no module 'torchvison'. Did you mean 'torchvision'?"),
         ("torchvision:resnet19", "torchvision has no model 'resnet19'. Did you mean 'resnet18'"),
         ("torchvision:resnet18 --network.widht=3", "torchvision:resnet18 cannot be built (TypeError: "),
-        ("symmetry_nets.Nett", "There is no class 'symmetry_nets.Nett'. Did you mean 'Net'?"),
+        ("symmetry_nets.Nett", "network: There is no class symmetry_nets.Nett. Did you mean 'Net'?"),
         ("symmetry_nets.Net --network.widht=3", "Net has no argument 'widht'. Did you mean 'width'?"),
         ("symmetry_nets.Net --network.width=-3 --input=5", "symmetry_nets.Net cannot be built (RuntimeError: "),
         ("symmetry_nets.Net", "symmetry_nets.Net does not say what it takes; give the shape of one input"),
@@ -165,7 +165,10 @@ def test_shapes_and_flags_are_read() -> None:
         ("symmetry_nets.Net --input=4", "the network does not run on the example input"),
         ("symmetry_nets.Net --input=5 --output=logits", "output is 'logits', but the network returns one tensor"),
         ("symmetry_nets.Tokens --output=score", "Unknown output 'score'; expected one of: scores, hidden. Did"),
-        ("symmetry_nets.Net --input=5 --out=symmetry_nets.py/a.json", "Cannot write"),
+        (
+            "symmetry_nets.Net --input=5 --out=symmetry_nets.py/a.json",
+            "symmetry_nets.py is a file; expected a place in a folder.",
+        ),
         ("some/config.json", "is no class; expected transformers:some/config.json"),
         ("transformers:nowhere", "nowhere; expected the configuration of a model (config.json), or its folder."),
     ],

@@ -81,7 +81,7 @@ $ spectrum a.pt ASK -out x
 Unknown option '-out'; options begin with two dashes, as in --out.
 $ similarity a.pt b.pt ASK --figures=jpg
 Unknown word of --figures 'jpg'; expected one of: png, pdf, svg. ...
-$ curve a.pt b.pt ASK --figure_size=tiny
+$ curve a.pt b.pt ASK --figures=pdf --figure_size=tiny
 Unknown word of --figure_size 'tiny'; expected one of: column, page.
 $ spectrum a.pt --network=own_nets.Net --data=own_nets
 data: own_nets is a module; name a class in it, as own_nets.Net.
