@@ -5,6 +5,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_sym._text import without_wrappers
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -62,4 +64,4 @@ def html_table(title: str, rows: Sequence[Mapping[str, Any]], units: Mapping[str
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f'<td style="text-align: right">{value:.4g}</td>'
-    return f"<td>{'' if value is None else html.escape(str(value))}</td>"
+    return f"<td>{'' if value is None else html.escape(without_wrappers(str(value)))}</td>"

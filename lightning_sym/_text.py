@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
@@ -109,3 +110,16 @@ def name_of_callable(function: Callable[..., Any]) -> str:
         if isinstance(value, int | float | str | tuple | None) and not key.startswith("_") and key != "training"
     ]
     return f"{name}({', '.join(said)})"
+
+
+def without_wrappers(text: str) -> str:
+    """Remove ``module.`` and ``_orig_mod.``, with which names of wrapped and compiled networks begin, from a text.
+
+    Args:
+        text: Text with names of modules.
+
+    Example:
+        >>> without_wrappers("module.layer1.0.relu, submodule.relu")
+        'layer1.0.relu, submodule.relu'
+    """
+    return re.sub(r"(?<![\w./-])(?:module\.|_orig_mod\.)+(?=\w)", "", text)

@@ -3,12 +3,17 @@
 import re
 from collections.abc import Sequence
 
+from lightning_sym._text import without_wrappers
+
 _MEASURES = {"group": "Procrustes, group", "orthogonal": "Procrustes, orthogonal"}
 _WORDS = {"least_squares": "least squares", "procrustes": "Procrustes", "softsort": "SoftSort"}
 _GROUPS = {"euclidean": "Euclidean"}
 _KERNELS = {"linear": "linear", "max": "max", "laplace": "Laplace"}
 _LAYERS = "activation|classifier|conv|linear|norm|pool"
 _ALONE = rf"(?<![\w./-])(embedding\.)?({_LAYERS})(\d+)(?![\w.])"  # a name of this package's networks, not a longer path
+# An activation is where a network is cut; the names of this package's networks number them by layers.
+_CUTS = {"activation": "after layer"}
+_BLOCK_OUTPUT = r"(?<![\w./-])blocks\.(\d+)(?![\w.])"
 _BLOCK = r"(?<![\w./-])blocks\.(\d+)((?:\.[a-z_]\w*)*)(?![\w.])"
 
 
@@ -35,17 +40,22 @@ def readable_names(text: str) -> str:
 
     Example:
         >>> readable_names("cka_max, module.activation1"), readable_names("blocks.3.attention.heads")
-        ('CKA, max, activation 1', 'block 3, attention heads')
+        ('CKA, max, after layer 1', 'block 3, attention heads')
+        >>> readable_names("blocks.3")
+        'after block 3'
     """
     if "$" in text:
         return text
-    text = re.sub(r"(?<![\w./-])(?:module\.|_orig_mod\.)+(?=\w)", "", text)
+    text = without_wrappers(text)
     text = re.sub(rf"\bcka_({'|'.join(_KERNELS)})\b", lambda kernel: f"CKA, {_KERNELS[kernel[1]]}", text)
     text = re.sub(r"\b(rank|lasso)\(([\d.e-]+)\)", r"\1 \2", text)
     text = re.sub(r"\bgroup\((\w+)\)", lambda group: f"group, {_GROUPS.get(group[1], group[1])}", text)
     text = re.sub(rf"(?<![\w./-])({'|'.join(_WORDS)})(?![\w./-])", lambda word: _WORDS[word[1]], text)
+    text = re.sub(_BLOCK_OUTPUT, r"after block \1", text)
     text = re.sub(_BLOCK, lambda block: f"block {block[1]}" + _words(block[2]), text)
-    return re.sub(_ALONE, lambda name: f"{'embedding, ' if name[1] else ''}{name[2]} {name[3]}", text)
+    return re.sub(
+        _ALONE, lambda name: f"{'embedding, ' if name[1] else ''}{_CUTS.get(name[2], name[2])} {name[3]}", text
+    )
 
 
 def _words(path: str) -> str:

@@ -55,7 +55,7 @@ def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequenc
     flat = longest <= 4 or (longest <= 7 and cell > 0.5)
     axes.set_xticks(range(columns), list(sites_b), rotation=0 if flat else 90, fontsize=8)
     axes.set_yticks(range(rows), list(sites_a), fontsize=8)
-    axes.set(xlabel="continued in B after", ylabel="A up to")
+    axes.set(xlabel="cut of B, which provides the top layers", ylabel="cut of A, which provides the bottom layers")
     figure.colorbar(image, ax=axes, label="stitching penalty, points of accuracy", shrink=0.9, pad=0.02)
     return figure
 

@@ -33,6 +33,7 @@ _FEWEST = 3  # chains
 _FEWEST_DRAWS = 8  # two in each quarter
 _TRACE_EVERY = 10  # steps, where the loss on all data is not known anyway
 _FIRST_LOOK = 10  # step of the second measurement of curvature; then at twice as many, and so on
+_RELAXATIONS = 4  # after which the variance of a flat direction lacks less than 2%
 _UNSTABLE = 4  # times the step that fits: chains that have taken such steps begin again
 
 
@@ -142,8 +143,10 @@ class LearningCoefficientEstimate:
     def _drift(self) -> tuple[str, int]:
         """Return why chains are not known to be stationary, empty if they are, and how many chains would decide."""
         chains, steps = self.losses.shape[1], len(self.losses) * self.draw_every
+        enough, needed = self.fitting_localisation
         longer = (
-            f"take more steps (steps={2 * steps} in place of {steps}), or a localisation above {self.localisation:.3g}."
+            f"set localisation={enough:.2g} in place of {self.localisation:.3g}, whose pull lets flat directions "
+            f"settle in a quarter of the {steps} steps, or steps={max(needed, 2 * steps)}."
         )
         undecided, wanted, surely = [], chains, student_quantile(_SURELY, chains - 1)
         for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):
@@ -166,6 +169,23 @@ class LearningCoefficientEstimate:
                 f"be at most {AGREEMENT}; {longer}"
             ), chains
         return "", chains
+
+    @property
+    def fitting_localisation(self) -> tuple[float, int]:
+        r"""A localisation with which these steps suffice for flat directions, and the steps for the present one.
+
+        The variance of a direction without curvature lacks less than 2% after :math:`4 / \sqrt{\eta\gamma}` steps, with
+        ``"sgld"`` after :math:`4 / (\eta\gamma)`: the localisation makes this a quarter of the steps. It is at least
+        four times the present one, for chains whose curvature changes on the way. It is rounded up to two
+        digits; the steps are at most 2**31.
+        """
+        steps = len(self.losses) * self.draw_every
+        power = 1 if self.method == "sgld" else 2
+        enough = (4 * _RELAXATIONS / steps) ** power / self.step
+        needed = 4 * _RELAXATIONS / (self.step * self.localisation) ** (1 / power) if self.localisation else math.inf
+        enough = max(enough, 4 * self.localisation)
+        digit = 10.0 ** (math.floor(math.log10(enough)) - 1)
+        return math.ceil(enough / digit) * digit, math.ceil(min(needed, 2.0**31) / 100) * 100
 
     @property
     def cautions(self) -> list[str]:

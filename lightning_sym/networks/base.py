@@ -298,9 +298,10 @@ class Network(nn.Module, NetworkOrModule):
         Raises:
             ValueError: If there is no such site or none is given, or as for :meth:`sites`.
         """
-        names = self.sites() if sites is None else list(sites)
+        known = self.sites()
+        names = known if sites is None else [site_name(site, known) for site in sites]
         if not names:
-            raise ValueError(f"{type(self).__name__} must be cut at one site at least; it has {self.sites()}.")
+            raise ValueError(f"{type(self).__name__} must be cut at one site at least; it has {known}.")
         traced, nodes = self._nodes(names)
         if before:
             nodes = [node.all_input_nodes[0] for node in nodes]
@@ -321,7 +322,7 @@ class Network(nn.Module, NetworkOrModule):
         traced = trace(self, self.leaf_modules, strict=self._strict)
         names = list(traced.sites) if type(self).sites is Network.sites else self.sites()
         nodes = []
-        for site in sites:
+        for site in (site_name(given, names) for given in sites):
             check_known("site", site, names)
             node = traced.sites.get(site) or traced.outputs.get(site)
             if node is None:
@@ -476,6 +477,21 @@ class WrappedNetwork(_ModuleHolder):
                 f"pass Network.wrap a callable that builds it, such as functools.partial({kind}, ...)."
             )
         return self._factory
+
+
+def site_name(name: str, sites: Sequence[str]) -> str:
+    """Return the name of a site for one that may lack ``module.``, which figures and tables of wrapped networks omit.
+
+    Args:
+        name: The name, with or without it.
+        sites: Sites of the network.
+
+    Example:
+        >>> site_name("layer1.0.relu", ["module.relu", "module.layer1.0.relu"])
+        'module.layer1.0.relu'
+    """
+    whole = f"module.{name}"
+    return whole if name not in sites and whole in sites else name
 
 
 def architecture_name(network: nn.Module) -> str:

@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from lightning_sym._tags import details
+from lightning_sym._text import without_wrappers
 
 Row = Mapping[str, Any]
 # Default width of a terminal; the greatest length of words and lines of headings at this width.
@@ -31,7 +32,7 @@ def text_table(
     """Return a table for the terminal, the first columns aligned left and the others right, 80 characters at most.
 
     If a table is wider, headings are wrapped, then long words are shortened in the middle, and then the last
-    columns are printed below the others.
+    columns are printed below the others. ``module.`` of wrapped networks is omitted.
 
     Args:
         title: Above it.
@@ -41,14 +42,15 @@ def text_table(
         names: How many columns are aligned left.
         compact: Whether to draw no frame, for many columns.
     """
-    lines = [None if cells is None else list(cells) for cells in rows]
+    lines = [None if cells is None else list(map(without_wrappers, cells)) for cells in rows]
+    headings, whole = list(map(without_wrappers, columns)), set(map(without_wrappers, whole))
 
     def table(lengths: tuple[int, int], shown: Sequence[int]) -> Table:
         most, heading = lengths
         made = Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
         for index in shown:
             justify: Literal["left", "right"] = "left" if index < names else "right"
-            made.add_column(broken_name(columns[index], heading), justify=justify, no_wrap=columns[index] in whole)
+            made.add_column(broken_name(headings[index], heading), justify=justify, no_wrap=headings[index] in whole)
         for cells in lines:
             if cells is None:
                 made.add_section()

@@ -12,6 +12,7 @@ from lightning_sym._distributed import wide
 from lightning_sym._random import generator
 from lightning_sym.dissection import BasisDissection, Geodesic, dissect, random_permutation_matrix, random_rotation
 from lightning_sym.networks import Network
+from lightning_sym.networks.base import site_name
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
@@ -148,7 +149,8 @@ class DissectionTask(UntrainedTask):
         self.sites, self.results = {}, []
         for name, zoo in self.zoos.items():
             network = zoo.load(zoo.numbers[0])
-            self.sites[name] = network.sites()[-1] if self.site is None else self.site
+            sites = network.sites()
+            self.sites[name] = sites[-1] if self.site is None else site_name(self.site, sites)
             network.cuts([self.sites[name]])  # raises if there is no such site
             check_data(zoo, zoo.numbers[0], data, trial=True)
 

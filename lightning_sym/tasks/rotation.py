@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sym._checks import check_different, check_integers
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import generator
+from lightning_sym.networks.base import site_name
 from lightning_sym.stitching import CutNetwork, FixedMap, IdentityMap, Port, StitchedNetwork, StitchingMap
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import example_input
@@ -217,9 +218,10 @@ class RotationTask(BranchTask):
             return list(known[:-1] or known)
         if isinstance(self.sites, str):
             return list(known)
-        if unknown := [site for site in self.sites if site not in known]:
+        sites = [site_name(site, known) for site in self.sites]
+        if unknown := [site for site in sites if site not in known]:
             raise ValueError(f"The network has no site {unknown[0]!r}; it has {', '.join(known)}.")
-        return list(self.sites)
+        return sites
 
     def _branch(self, rotation: Rotation, example: Tensor) -> StitchedNetwork:
         source = self.lowers[str(rotation.member)]

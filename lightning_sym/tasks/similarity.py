@@ -16,6 +16,7 @@ from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details, overview, tag
 from lightning_sym.networks import Network
+from lightning_sym.networks.base import site_name
 from lightning_sym.similarity import Features, Layer, Link, PopulationSimilarity, features_of
 from lightning_sym.similarity.measures import DEFAULT_MEASURES, Setting, checked_sites, named_measures
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -218,7 +219,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             example = example_input(zoo, number, network, data)
             symmetry = trace_symmetry(network, example)
             sites, wanted = _layers(network, symmetry), self._sites[side]
-            names = sites if wanted == "all" else list(wanted)
+            names = sites if wanted == "all" else [site_name(name, sites) for name in wanted]
             for name in names:
                 check_known("site", name, sites)
             features = features_of(network, names, example)

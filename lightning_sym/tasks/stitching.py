@@ -17,6 +17,7 @@ from lightning_sym._checks import check_integers, check_words
 from lightning_sym._distributed import together
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
+from lightning_sym.networks.base import site_name
 from lightning_sym.stitching import (
     BatchNormMode,
     CutNetwork,
@@ -266,14 +267,13 @@ class StitchingTask(BranchTask):
             raise ValueError(
                 f'sites must be "all", "any", a list of names or a list of pairs of names, got {self.sites!r}.'
             )
+        known = lower.sites(), upper.sites()
         pairs: list[SitePair] = []
         for site in self.sites:
-            if isinstance(site, str):
-                pairs.append((site, site))
-            elif len(site) == 2:
-                pairs.append((site[0], site[1]))
-            else:
+            both = (site, site) if isinstance(site, str) else tuple(site)
+            if len(both) != 2:
                 raise ValueError(f"sites must be names or pairs of names, got {site!r}.")
+            pairs.append((site_name(both[0], known[0]), site_name(both[1], known[1])))
         if len(set(pairs)) < len(pairs):
             raise ValueError(f"sites must be different, got {self.sites!r}.")
         return pairs

@@ -478,6 +478,23 @@ def test_there_is_no_number_without_reason(losses: torch.Tensor, changes: dict, 
     assert says in str(found)
 
 
+@pytest.mark.parametrize("method", ["underdamped", "sgld"])
+def test_a_refusal_says_the_localisation_with_which_the_same_steps_suffice(method) -> None:
+    """In a loss with a flat direction, whose distance settles slowly."""
+    network = nn.Linear(6, 1, bias=False).double()
+    x = torch.randn(60, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[:, 3:] *= 0.003
+    data, settings = [(x, network(x).detach())], {"steps": 400, "chains": 320, "method": method}
+    found = learning_coefficient(network, data, F.mse_loss, localisation=0.01, **settings)
+    enough, needed = found.fitting_localisation
+    assert found.refusal.startswith("not stationary: the distance")
+    assert f"set localisation={enough:.2g} in place of 0.01" in found.refusal
+    assert f"steps={needed}" in found.refusal
+    assert float(f"{enough:.2g}") == pytest.approx(enough, rel=1e-12)
+    again = learning_coefficient(network, data, F.mse_loss, localisation=enough, **settings)
+    assert again.refusal == ""
+
+
 def test_what_biases_an_estimate_is_said_beside_it() -> None:
     (step,) = estimate_of(steady(), step=0.01).cautions
     assert "step * h_max is 0.31" in step

@@ -121,9 +121,9 @@ def test_declared_dashes_keep_their_meaning():
 def test_labels_are_for_people():
     assert measure_label("group") == "Procrustes, group"
     assert measure_label("my measure") == "my measure"
-    assert readable_names("module.activation3 and cka_laplace") == "activation 3 and CKA, Laplace"
-    assert readable_names("embedding.activation1") == "embedding, activation 1"
-    assert readable_names("blocks.2") == "block 2"
+    assert readable_names("module.activation3 and cka_laplace") == "after layer 3 and CKA, Laplace"
+    assert readable_names("embedding.activation1") == "embedding, after layer 1"
+    assert readable_names("blocks.2") == "after block 2"
     assert readable_names("least_squares") == "least squares"
     assert readable_names("rank(4), group(euclidean)") == "rank 4, group, Euclidean"
     for unchanged in ("layer1.0.conv1.weight", r"$\alpha$: activation1", "runs/activation1", "val_loss", ""):

@@ -18,7 +18,7 @@ def test_heat_map_has_numbers_and_hatches():
     assert hatched.get_hatch()
     assert hatched.get_xy() == (0.5, -0.5)
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["a1", "a2"]
-    assert axes.get_xlabel() == "continued in B after"
+    assert axes.get_xlabel() == "cut of B, which provides the top layers"
     nothing = drawn(penalty_heat_map([[np.nan]], ["a"], ["b"]))
     assert not nothing.axes[0].texts
 

@@ -147,6 +147,19 @@ def test_copies_and_pickles_keep_arguments_and_weights(network: Network) -> None
         assert again.sites() == network.sites()
 
 
+def test_sites_of_a_wrapped_network_have_the_names_that_figures_and_tables_show() -> None:
+    network, x = Network.wrap(Mixed()), torch.randn(2, 3)
+    whole = network.sites()
+    short = [name.removeprefix("module.") for name in whole]
+    assert short != whole
+    assert network.cuts(short).sites == network.cuts().sites == tuple(whole)
+    for name in short:
+        lower, upper = network.split(name)
+        assert torch.equal(upper(lower(x)), network(x))
+    with pytest.raises(ValueError, match="site"):
+        network.split("module." + whole[0])
+
+
 def test_the_constructor_looks_the_same_from_outside() -> None:
     assert list(inspect.signature(Custom).parameters) == ["hidden", "names", "num_classes"]
     with pytest.raises(TypeError, match=r"Custom\.__init__\(\) got an unexpected keyword argument 'hiden'"):
