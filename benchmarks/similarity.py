@@ -126,7 +126,7 @@ def measure_matrix(rounds: int, device: str) -> Results:
 
 
 def measure_peer(rounds: int, device: str) -> Results:
-    """Time the unbiased criterion beside pytorch-cka, which needs its package."""
+    """Time the unbiased criterion and that of the package pytorch-cka."""
     from cka import cka_from_features, compute_cka
 
     networks = [MyrtleCNN(16, in_channels=1, image_size=28).fresh(seed).to(device).eval() for seed in (0, 1)]
@@ -155,12 +155,14 @@ def measure_peer(rounds: int, device: str) -> Results:
         return float(metric.compute())
 
     exact = ours_whole(x.double(), y.double())
-    whole = f"Errors beside double precision: {abs(theirs_whole() - exact):.1e} and {abs(ours_whole() - exact):.1e}."
+    whole = (
+        f"Errors relative to double precision: {abs(theirs_whole() - exact):.1e} and {abs(ours_whole() - exact):.1e}."
+    )
     pairs = f"Values differ by up to {float((theirs().double() - ours()).abs().max()):.1e}."
     features, layers = "1,000 x 64 x 8 x 8", "all pairs of 8 layers, 500 images in batches of 100, with forward passes"
     return [
         result(
-            f"Unbiased linear CKA beside pytorch-cka, {title}",
+            f"Unbiased linear CKA and pytorch-cka, {title}",
             timed({"plain": plain, "ours": own}, rounds, clock=clock(device)),
             note=note,
             target_ratio=1,

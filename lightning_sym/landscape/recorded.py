@@ -62,7 +62,7 @@ class Recorded:
 
 
 class _LooksAtValuesError(RuntimeError):
-    """A function whose operations depend on the values of its tensors."""
+    """The operations of a function depend on the values of its tensors."""
 
 
 class _Tape(TorchDispatchMode):
