@@ -62,10 +62,10 @@ class Recorded:
 
 
 class _LooksAtValuesError(RuntimeError):
-    """A function whose operations depend on the values of its tensors."""
+    """The operations of a function depend on the values of its tensors."""
 
 
-class _Tape(TorchDispatchMode):
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations on tensors as they come, below the layers that vectorise and differentiate, as a graph.
 
     ``torch.fx`` records the same with ``make_fx``, in twenty times the time.
@@ -75,7 +75,7 @@ class _Tape(TorchDispatchMode):
     """
 
     def __init__(self, given: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.constants = Graph(), dict[str, Tensor]()
         self._kept: list[Tensor] = []  # a tensor's identity is its own only as long as it lives
         self._nodes: dict[int, Node] = {}

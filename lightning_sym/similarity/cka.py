@@ -57,17 +57,18 @@ class Alignment:
         scale = self.normalize == "channel"
         made: list[Tensor] = []
         floors: list[Tensor] = []  # criteria that may be rounding errors
-        kernels = torch.empty(0)
+        kernels, room = torch.empty(0), torch.empty(0)
         for place, layer in enumerate(layers):
-            layer = _multipliable(layer)
+            layer = _multipliable(layer, faint=scale or self.kernel != "linear")
             if scale or self.kernel != "linear":
                 layer = standardized(layer, scale=scale)
             if self.kernel == "linear":
-                rows, floor = centred_columns(layer)
+                rows, floor = centred_columns(layer, room)
                 floors.append(floor)
                 if small:
                     made.append(rows.double())
                     continue
+                room = rows
                 layer = rows[:, None]
             kernel = gram(layer, self.kernel, self.bandwidth)
             if self.kernel != "linear":
@@ -97,16 +98,23 @@ class Alignment:
         return self.between(ours, theirs), within_x, within_y
 
 
-def _multipliable(layer: Tensor) -> Tensor:
+def _multipliable(layer: Tensor, *, faint: bool) -> Tensor:
     """Convert features to a dtype in which products of kernels neither overflow nor underflow.
+
+    Args:
+        layer: Shape ``[N, C, positions]``.
+        faint: Whether channels may be divided by their norm, the root of a sum of squares, so that those of tiny
+            values count.
 
     Raises:
         ValueError: If there is no such dtype.
     """
-    channels = layer.abs().amax(0).amax(1)  # one axis after the other, which is 60 times faster
-    largest, reach = float(channels.max()), _REACH[layer.dtype]
-    # Channels may be divided by their norm, the root of a sum of squares.
-    faint = bool(((channels > 0) & (channels < reach**-2.5)).any())
+    reach = _REACH[layer.dtype]
+    if faint:
+        channels = layer.abs().amax(0).amax(1)  # one axis after the other, which is 60 times faster
+        largest, faint = float(channels.max()), bool(((channels > 0) & (channels < reach**-2.5)).any())
+    else:
+        largest = max(map(abs, torch.stack(layer.aminmax()).tolist()))
     if not largest or (1 / reach <= largest <= reach and not (faint and layer.dtype != torch.float64)):
         return layer
     if layer.dtype != torch.float64:
@@ -301,6 +309,8 @@ class LinkedCKA(SimilarityMetric):
 
     def _whole(self, name: str) -> Tensor:
         state = getattr(self, name)  # a tensor after synchronisation of processes
+        if not isinstance(state, Tensor) and len(state) == 1:
+            return state[0]
         return state if isinstance(state, Tensor) else torch.cat(state) if state else torch.zeros(0, dtype=torch.int64)
 
     def reset(self) -> None:

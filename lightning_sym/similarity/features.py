@@ -310,7 +310,24 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
             module, call = base, int(number) - 1
         check_known("module", module, modules)
         wanted[module][call] = name
+    found = _tapped(network, inputs, modules, wanted, copy=False)
+    missing = [name for names in wanted.values() for name in names.values() if name not in found]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} were not called by the network on these inputs.")
+    return found
+
+
+def _tapped(
+    network: nn.Module,
+    inputs: Any,
+    modules: dict[str, nn.Module],
+    wanted: dict[str, dict[int, str]],
+    *,
+    copy: bool,
+) -> dict[str, Tensor]:
+    """Return the outputs of some calls of modules, copied if later modules change them in place."""
     found: dict[str, Tensor] = {}
+    versions: dict[str, int] = {}
     handles = []
     for name, names in wanted.items():
         calls = itertools.count()
@@ -321,7 +338,8 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
                 tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
                 if tensor is None:
                     raise ValueError(f"{name} returns no tensor but {type(output).__name__}; expected another module.")
-                found[name] = tensor.detach().clone()
+                found[name] = tensor.detach().clone() if copy else tensor.detach()
+                versions[name] = found[name]._version
 
         handles.append(modules[name].register_forward_hook(keep))
     training = {name: module.training for name, module in modules.items()}
@@ -333,7 +351,6 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
             handle.remove()
         for name, module in modules.items():
             module.training = training[name]
-    missing = [name for names in wanted.values() for name in names.values() if name not in found]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} were not called by the network on these inputs.")
-    return found
+    if all(tensor._version == versions[name] for name, tensor in found.items()):
+        return found
+    return _tapped(network, inputs, modules, wanted, copy=True)

@@ -13,7 +13,7 @@ class ReluLinePopulation(VmapPopulation):
     Their outputs are :math:`p x_+ + q x_-` with :math:`p = \sum_i c_i (a_i)_+` and :math:`q = \sum_i c_i (a_i)_-`, two
     numbers for each network (docs/theory/equivalence.md, 5.1). So J and its gradient take two products of matrices and
     the chain rule through p and q, up to rounding those of :class:`VmapPopulation`, which computes steps with other
-    losses, with batches of their own, or under autocast.
+    losses, with separate batches, or under autocast.
     """
 
     def step(
