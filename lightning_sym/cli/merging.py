@@ -198,13 +198,11 @@ def run(asked: Asked) -> None:
         ValueError: If something does not fit; nothing is written then.
         OSError: If a file is missing or cannot be written.
     """
-    import lightning_sym.datamodules
     from lightning_sym.merging import MergeConfig, merge_checkpoints
     from lightning_sym.merging.adapters import is_adapter
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.merging.config import trusted_class
-    from lightning_sym.models import build_light, build_model, construct, example_of
-    from lightning_sym.tasks import SquaredDistance
+    from lightning_sym.models import build_light, build_model, example_of
 
     if asked.report.exists():
         raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
@@ -216,9 +214,9 @@ def run(asked: Asked) -> None:
     named = None if asked.data is None else (class_of(asked.data), arguments_of(asked.data))
     if config is not None and config.data is not None and named is None:
         named = trusted_class(config.data, "lightning_sym.datamodules", str(config.file))
-    data = None if named is None else construct(*named, lightning_sym.datamodules, "data")()
+    data = None if named is None else _data(*named)
     identity = None if data is None else data.identity()  # reads the data, which tell whether targets are numbers
-    loss = SquaredDistance() if getattr(data, "regression", False) else None
+    loss = None if data is None else _loss(data)
     options: dict[str, Any] = {
         "align_only": asked.align_only,
         "data": None if data is None else data.test_dataloader(),
@@ -254,6 +252,22 @@ def run(asked: Asked) -> None:
     if identity is not None:
         about["data"] = identity
     _report(asked, found, about, None if loss is None else "mean squared distance")
+
+
+def _data(name: str, arguments: Mapping[str, Any]) -> Any:
+    import lightning_sym.datamodules  # imports Lightning, which merging without data does not need
+    from lightning_sym.models import construct
+
+    return construct(name, arguments, lightning_sym.datamodules, "data")()
+
+
+def _loss(data: Any) -> Any:
+    """Return the loss of a regression; None for the default."""
+    if not getattr(data, "regression", False):
+        return None
+    from lightning_sym.tasks import SquaredDistance
+
+    return SquaredDistance()
 
 
 def _merge_adapters(asked: Asked, config: Any) -> None:
