@@ -357,7 +357,12 @@ def _devinterp(_: Any) -> list[Case]:
         return float(found["llc_per_chain"].values.mean())
 
     def ours() -> float:
-        settings: Any = {"step": step, "inverse_temperature": temperature, "localisation": localisation, "method": "sgld"}
+        settings: Any = {
+            "step": step,
+            "inverse_temperature": temperature,
+            "localisation": localisation,
+            "method": "sgld",
+        }
         batch = [(x, targets)]
         found = learning_coefficient(network, batch, F.mse_loss, chains=chains, steps=steps, **settings)
         return float(found.chain_means.mean())
