@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-slow pretend-device lint format types board wheel-test dependencies recipes-page results-page \
-	docs docs-serve figures clean
+.PHONY: help demo test test-long test-slow pretend-device lint format types board bench wheel-test dependencies recipes-page \
+	results-page docs docs-serve figures clean
 
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, figures, TensorBoard logs"
@@ -14,6 +14,7 @@ help:
 	@echo "make pretend-device  test tasks, callbacks and functions on a simulated GPU (tests/pretend_device/README.md)"
 	@echo "make lint        ruff, and rates of stilted phrases (tools/prose.py); make format fixes style"
 	@echo "make types       mypy"
+	@echo "make bench       measure short comparisons with other packages, and list what has become slower; alone on the machine"
 	@echo "make wheel-test  build the wheel and run it from another folder"
 	@echo "make dependencies  install the wheel with the oldest and the newest dependencies, and run it"
 	@echo "make docs        build the site into site/; make docs-serve shows it"
@@ -60,6 +61,10 @@ types: $(VENV)/.installed-types
 	$(BIN)/python tools/packages.py
 	cd .links && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
 		-p lightning_sym -p published $(addprefix -m ,$(SCRIPTS))
+
+# Peers that are not installed are skipped; --folder of benchmarks/peers.py names code that no package has.
+bench: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/peers.py --check $(if $(FOLDERS),--folder $(FOLDERS))
 
 wheel-test: $(VENV)/.installed-test
 	.ci/wheel_test.sh $(BIN)/python

@@ -2,11 +2,12 @@
 
 Each is a separate process on one thread, in turn; seconds are processor time, including children. Run it::
 
-    python benchmarks/startup.py
+    python benchmarks/startup.py                  # commands
+    python benchmarks/startup.py --part imports   # lightning_sym.symmetry beside torch alone
 
-Prints a table and writes it to ``benchmarks/results/startup-cpu.json`` and ``.md``.
+Prints a table and writes it to ``benchmarks/results/startup-cpu.json`` and ``.md``, imports to ``imports-cpu``.
 
-Variants:
+Variants of commands:
     plain     ``import torch, pytorch_lightning``
     fit       a recipe with the data read, one training step, validation, tables and figures
     options   the resolved options of a recipe: ``--print_config``
@@ -49,9 +50,31 @@ def measure(rounds: int, folder: str) -> list[dict[str, object]]:
     return [result("Commands, from their start to their end", timed(runs, rounds, clock=seconds_of_children))]
 
 
+def measure_imports(rounds: int) -> list[dict[str, object]]:
+    """Time imports in turn."""
+    imports = {
+        "plain": "import torch",
+        "the package": "import torch, lightning_sym.symmetry",
+        "trace_symmetry": "from lightning_sym.symmetry import trace_symmetry",
+        "all names": "from lightning_sym.symmetry import *",
+    }
+    # Compiled modules are kept, as they are on any machine but this benchmark's first round.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    call = partial(subprocess.run, env={**kept, "OMP_NUM_THREADS": "1"}, check=True)
+    runs: dict[str, Callable[[], object]] = {
+        name: partial(call, [sys.executable, "-c", code]) for name, code in imports.items()
+    }
+    return [result("Imports, whole processes", timed(runs, rounds, clock=seconds_of_children))]
+
+
 def main() -> None:
     """Run the benchmark and write the results."""
-    options = parser(__doc__, 5).parse_args()
+    found = parser(__doc__, 5)
+    found.add_argument("--part", choices=["commands", "imports"], default="commands")
+    options = found.parse_args()
+    if options.part == "imports":
+        run("imports", {"imports": partial(measure_imports, options.rounds)}, None, "cpu", options.rounds)
+        return
     with tempfile.TemporaryDirectory() as folder:
         run("startup", {"commands": partial(measure, options.rounds, f"{folder}/run")}, None, "cpu", options.rounds)
 

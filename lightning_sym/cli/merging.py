@@ -263,10 +263,9 @@ def run(asked: Asked) -> None:
     from lightning_sym.merging.adapters import is_adapter
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.merging.config import trusted_class
-    from lightning_sym.models import build_light, build_model, construct, example_of
+    from lightning_sym.models import build_light, build_model, example_of
     from lightning_sym.reports.merging import merging_results
     from lightning_sym.symmetry.files import new_folder
-    from lightning_sym.tasks import SquaredDistance
 
     config = None if asked.configuration is None else MergeConfig.read(asked.configuration)
     if all(map(is_adapter, asked.files)) or (config is not None and config.of_adapters):
@@ -275,9 +274,9 @@ def run(asked: Asked) -> None:
         raise ValueError("--rank is that of merged adapters; leave it out, or give folders of adapters alone.")
     data = None if asked.data is None else make_data(asked.data)
     if config is not None and config.data is not None and data is None:
-        data = construct(*trusted_class(config.data, "lightning_sym.datamodules", str(config.file)), None, "data")()
+        data = _data(*trusted_class(config.data, "lightning_sym.datamodules", str(config.file)))
     identity = None if data is None else data.identity()  # reads the data, which tell whether targets are numbers
-    loss = SquaredDistance() if getattr(data, "regression", False) else None
+    loss = None if data is None else _loss(data)
     options: dict[str, Any] = {
         "align_only": asked.align_only,
         "data": None if data is None else data.test_dataloader(),
@@ -322,6 +321,22 @@ def run(asked: Asked) -> None:
         results = merging_results(found, about, None if loss is None else "mean squared distance")
         _write_report(results, folder / asked.report.name)
     _print(asked, found, results)
+
+
+def _data(name: str, arguments: Mapping[str, Any]) -> Any:
+    import lightning_sym.datamodules  # imports Lightning, which merging without data does not need
+    from lightning_sym.models import construct
+
+    return construct(name, arguments, lightning_sym.datamodules, "data")()
+
+
+def _loss(data: Any) -> Any:
+    """Return the loss of a regression; None for the default."""
+    if not getattr(data, "regression", False):
+        return None
+    from lightning_sym.tasks import SquaredDistance
+
+    return SquaredDistance()
 
 
 def _merge_adapters(asked: Asked, config: Any) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import scipy  # its parts are imported on first use
 import torch
-from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor
@@ -146,7 +146,7 @@ def _least(own: LowRank, reference: LowRank) -> Tensor:
 
     start = np.zeros(size * size)
     options = {"maxiter": 2000, "maxfun": 20000, "ftol": 1e-15, "gtol": 1e-12}
-    found = minimize(value, start, jac=True, method="L-BFGS-B", options=options)
+    found = scipy.optimize.minimize(value, start, jac=True, method="L-BFGS-B", options=options)
     best: Any = found.x if found.fun < value(start)[0] else start
     return identity + _STEP * torch.from_numpy(best.reshape(size, size))
 

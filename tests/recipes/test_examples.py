@@ -33,6 +33,7 @@ SMALLEST = {  # the options by which a benchmark calls what it measures, and lit
     "landscape": "--rounds 1 --part curve_steps",
     "learning_coefficient": "--rounds 1",
     "merging": "--rounds 1 --only resnet50",
+    "peers": "--rounds 1 --only ckatorch curvlinops",
     "scaling": "",
     "similarity": "--rounds 1 --only max",
     "spectra": "--rounds 1",

@@ -3,14 +3,19 @@
 import importlib
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import QUIET, SMALL, succeed
 from helpers import read_csv
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelSummary, RichModelSummary
 from pytorch_lightning.demos.boring_classes import BoringModel
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
@@ -31,6 +36,33 @@ def test_loggers_of_ones_own_are_added_to_those_of_the_run_folder():
     assert {"config.yaml", "metrics.csv", "events", "results", "checkpoints"} <= names
     ours, theirs = (read_csv(Path(folder) / "metrics.csv") for folder in ("run", "mine/lightning_logs/version_0"))
     assert ours[-1]["val/loss"] == next(row["val/loss"] for row in theirs if row["val/loss"])
+
+
+def test_commands_on_files_do_without_lightning():
+    succeed("fit", *SMALL, *QUIET, "--run_dir=run", "--trainer.callbacks=[ZooReport]", "--trainer.max_epochs=1")
+    shutil.copytree("run", "again")
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        weights = {"0.weight": torch.randn(8, 4), "0.bias": torch.randn(8), "2.weight": torch.randn(3, 8)}
+        save_file(weights, f"{seed}.safetensors")
+    Path("net.py").write_text(
+        "from torch import nn\n\n\ndef Net():\n    return nn.Sequential(\n        "
+        "nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3, bias=False)\n    )\n"
+    )
+    code = (
+        "import sys; from lightning_sym.cli import main; failed = main(sys.argv[1:]); "
+        "print([name for name in ('pytorch_lightning', 'lightning', 'lightning_fabric') if name in sys.modules]); "
+        "sys.exit(failed)"
+    )
+    net = ["--network", "net.Net", "--input", "4"]
+    for words in (
+        ["symmetry", "net.Net", "--input", "4"],
+        ["merge", "0.safetensors", "1.safetensors", *net, "--out", "mean.safetensors"],
+        ["compare", "run", "again", "--out", "both"],
+    ):
+        run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.splitlines()[-1] == "[]", words
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+import scipy  # its parts are imported on first use
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints, odd_entries, together
@@ -415,7 +415,7 @@ def best_assignment(gain: Floats) -> Ints:
     """Return the column assigned to each row; the identity is preferred among optima. Negates the gain temporarily."""
     own = np.arange(len(gain))
     np.negative(gain, out=gain)  # the solver would copy it to maximise it
-    rows, columns = linear_sum_assignment(gain)
+    rows, columns = scipy.optimize.linear_sum_assignment(gain)
     np.negative(gain, out=gain)
     if gain[rows, columns].sum() <= gain[own, own].sum():
         return own

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
-from scipy import optimize, sparse
-from scipy.sparse import linalg
+import scipy  # its parts are imported on first use
+from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
@@ -122,7 +122,7 @@ class ScaleGauge:
         table, count = np.array(sorted(rows)), len(rows)
         bounds = [(-1.0, 1.0)] * len(classes) + [(0.0, 1.0)] * count
         falling = np.concatenate([np.zeros(len(classes)), -np.ones(count)])
-        solved = optimize.linprog(falling, np.hstack([table, np.eye(count)]), np.zeros(count), bounds=bounds)
+        solved = scipy.optimize.linprog(falling, np.hstack([table, np.eye(count)]), np.zeros(count), bounds=bounds)
         if -solved.fun > _FALLS:
             found[moving] = np.isin(of[moving], classes[np.abs(solved.x[: len(classes)]) > _FALLS])
         return found
@@ -336,6 +336,8 @@ class ScaleGauge:
         def precondition(v: Floats) -> Floats:
             return v / diagonal + coarse(v)
 
+        from scipy.sparse import linalg  # slow to import
+
         shape = len(active), len(active)
         hessian, inverse = (linalg.LinearOperator(shape, own, dtype=np.float64) for own in (times, precondition))
         step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=inverse)[0]
@@ -364,8 +366,10 @@ class ScaleGauge:
             touching = [name for name in plan.touching[index] if name in names]
             change = self.squares.change(factor, slices, speed, touching)[part.at]
             columns.append(sparse.csc_matrix(2 * (member.T @ (part.forms.T @ change))[:, None]))
+        from scipy.sparse.linalg import splu  # slow to import
+
         matrix = sparse.hstack(columns, format="csc")
-        solve = linalg.splu((matrix + sparse.diags(_RIDGE * matrix.diagonal())).tocsc()).solve
+        solve = splu((matrix + sparse.diags(_RIDGE * matrix.diagonal())).tocsc()).solve
         return lambda v: member @ solve(member.T @ v)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.sparse.linalg import splu
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, rising
@@ -169,6 +168,8 @@ def _solver(located: Located, part: Writers, patterns: sparse.csr_matrix) -> tup
     """Return rows of patterns that determine their multiples, and the function that solves for these; kept."""
     known = located.__dict__.setdefault("_solvers", {})
     if part.begin not in known:
+        from scipy.sparse.linalg import splu  # slow to import
+
         rows = pivots(patterns)
         known[part.begin] = rows, splu(patterns[rows].tocsc()).solve
     found: tuple[Ints, Any] = known[part.begin]
@@ -222,6 +223,8 @@ def read_off(located: Located) -> tuple[list[Free | Readers], Any]:
     """Return parts that tell the first entries of an element, and the function from additions to these: (wanted,)."""
     found = located.__dict__.get("_read")
     if found is None:
+        from scipy.sparse.linalg import splu  # slow to import
+
         at = _told(located)
         parts = [part for part in located.parts.placed if np.isin(part.at, at).any()]
         solve = splu(located.matrix[at][:, : located.space.entries].tocsc())

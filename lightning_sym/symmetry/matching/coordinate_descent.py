@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import Progress
 from scipy import sparse
 from torch import Tensor
 
@@ -535,6 +534,8 @@ def descend(
 
     With ``turned=False`` cells are rotated before anything else, for a start that is aligned except inside them.
     """
+    from rich.progress import Progress  # slow to import
+
     symmetry = descent.symmetry
     histories: list[tuple[Element, list[float]]] = []
     with Progress(disable=not progress or rank() > 0) as bar:

@@ -1,9 +1,9 @@
 """Orthogonal matrices with entries as small as possible."""
 
 import numpy as np
+import scipy  # its parts are imported on first use
 import torch
 from numpy.typing import NDArray
-from scipy.linalg import hadamard as sylvester
 from torch import Tensor
 
 from lightning_sym._checks import check_integers
@@ -67,7 +67,7 @@ def hadamard(n: int, *, fixes_ones: bool = False) -> Tensor:
 def _core(n: int) -> Floats | None:
     """Return a Hadamard matrix with entries 1 and -1; None if neither Sylvester's nor Paley's constructions apply."""
     if n & (n - 1) == 0:
-        return np.asarray(sylvester(n), float)
+        return np.asarray(scipy.linalg.hadamard(n), float)
     if n % 4:
         return None
     if _is_prime(n - 1):
@@ -80,7 +80,7 @@ def _core(n: int) -> Floats | None:
         conference[0, 1:] = conference[1:, 0] = 1
         return np.kron(conference, [[1, 1], [1, -1]]) + np.kron(np.eye(half), [[1, -1], [-1, -1]])
     smaller = _core(half)
-    return None if smaller is None else np.kron(smaller, sylvester(2))
+    return None if smaller is None else np.kron(smaller, scipy.linalg.hadamard(2))
 
 
 def _twice_a_square(n: int) -> Floats:
@@ -91,7 +91,7 @@ def _twice_a_square(n: int) -> Floats:
     """
     bits = np.arange(n)[:, None] >> np.arange(1, n.bit_length() - 1) & 1
     signs = (-1.0) ** (bits[:, ::2] * bits[:, 1::2]).sum(1)
-    return _reflected(signs[:, None] * sylvester(n) * signs / np.sqrt(n))
+    return _reflected(signs[:, None] * scipy.linalg.hadamard(n) * signs / np.sqrt(n))
 
 
 def _is_prime(n: int) -> bool:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
-from scipy.sparse.linalg import splu
 
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.affine.solution import Solution
@@ -130,6 +129,8 @@ class FormsAt:
         self.forms = forms
         self._solve: Any = None
         if forms.size and weights is not None:
+            from scipy.sparse.linalg import splu  # slow to import
+
             matrix = forms.matrix(weights)
             self._given = matrix[:, forms.size :].tocsr()
             try:
