@@ -15,7 +15,7 @@ from lightning_sym.callbacks._learned_networks import LearnedNetworks, Number, l
 from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.curvature import CurvatureError, Evidence, PrecisionOptimizer, PriorGroups, factors, parameter_groups
-from lightning_sym.curvature.engines import ENGINES
+from lightning_sym.curvature.engines import ENGINES, engine_for
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
@@ -72,7 +72,8 @@ class MarginalLikelihood(RunReport):
         lr: Learning rate of the log precisions, > 0.
         lr_schedule: ``"constant"``, as in the authors' code; ``"cosine"``, as in the paper's text: it falls from
             ``lr`` to 0 over ``trainer.max_epochs`` epochs, so that weights and precisions converge together.
-        engine: Engine of the curvature, see :func:`lightning_sym.curvature.factors`.
+        engine: Engine of the curvature, see :func:`lightning_sym.curvature.factors`. ``"auto"``: ``"backpack"``, or
+            ``"autograd"``, with the same numbers, for networks that BackPACK cannot handle; the tables name it.
         samples: None: exact factors, in as many backward passes as the network has outputs. Otherwise Monte Carlo with
             so many backward passes, >= 1; new random signs in every update.
         granularity: ``"per_path"``: a precision for every pathway of every layer. ``"per_tensor"``: for every tensor.
@@ -95,6 +96,7 @@ class MarginalLikelihood(RunReport):
     data_type = InputDataModule  # type: ignore[type-abstract]
     networks: LearnedNetworks
     _groups: PriorGroups
+    _engine: str
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class MarginalLikelihood(RunReport):
         steps: int = 20,
         lr: float = 0.1,
         lr_schedule: Literal["constant", "cosine"] = "constant",
-        engine: str = "autograd",
+        engine: str = "auto",
         samples: int | None = None,
         granularity: Literal["per_path", "per_tensor"] = "per_path",
         ffc: Literal["shared", "per_channel"] = "shared",
@@ -117,7 +119,7 @@ class MarginalLikelihood(RunReport):
         check_known("lr_schedule", lr_schedule, ("constant", "cosine"))
         check_known("granularity", granularity, ("per_path", "per_tensor"))
         check_known("ffc", ffc, ("shared", "per_channel"))
-        check_known("engine", engine, ENGINES)
+        check_known("engine", engine, ("auto", *ENGINES))
         PrecisionOptimizer(["trial"], lr=lr, bounds=(bounds[0], bounds[1]))  # rejects bad settings early
         self.burn_in = burn_in
         self.every_n_epochs = every_n_epochs
@@ -174,6 +176,7 @@ class MarginalLikelihood(RunReport):
                 stacklevel=2,
             )
         prior = self.networks.prior
+        self._engine = engine_for(prior.network) if self.engine == "auto" else self.engine
         self._groups = parameter_groups(prior.network, self.granularity, lengthscales=prior.on == "lengthscales")
         self._running = self.networks.numbers
         self._optimizers = {number: self._make_optimizer(number) for number in self.networks.numbers}
@@ -257,7 +260,7 @@ class MarginalLikelihood(RunReport):
             network,
             self.networks.batches(self.data(trainer)),
             self.networks.prior.likelihood,
-            engine=self.engine,
+            engine=self._engine,
             samples=self.samples,
             ffc=self.ffc,
             generator=generator("marginal likelihood", *keys) if self.samples else None,
@@ -395,7 +398,7 @@ class MarginalLikelihood(RunReport):
         """Return the layers and the evidence, with figures."""
         prior = self.networks.prior
         members = None if None in self._optimizers else len(self.networks.numbers)
-        names = ("burn_in", "every_n_epochs", "steps", "lr", "lr_schedule", "engine", "samples", "granularity", "ffc")
+        names = ("burn_in", "every_n_epochs", "steps", "lr", "lr_schedule", "samples", "granularity", "ffc")
         own = prior.members
         return evidence_results(
             self.records,
@@ -409,6 +412,7 @@ class MarginalLikelihood(RunReport):
             about={
                 "settings": {
                     **picked(self, *names, "learn_noise"),
+                    "engine": self._engine,
                     "precision": prior.precision,
                     "bounds": list(self.bounds),
                     **picked(prior, "likelihood", "temperature"),

@@ -17,6 +17,15 @@ from lightning_sym.curvature.rules import FFC, curved_parameters
 ENGINES: dict[str, type[Engine]] = {"autograd": AutogradEngine, "backpack": BackpackEngine}
 
 
+def engine_for(network: nn.Module) -> str:
+    """Return ``"backpack"`` if BackPACK handles the structure of a network, otherwise ``"autograd"``."""
+    try:
+        BackpackEngine(network, "shared", 1)
+    except ValueError:  # whatever else is wrong, autograd says as well
+        return "autograd"
+    return "backpack"
+
+
 def factors(
     network: nn.Module,
     loader: Iterable[Sequence[Tensor]],

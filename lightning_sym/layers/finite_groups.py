@@ -71,7 +71,7 @@ def orbits(*actions: Tensor) -> Tensor:
         Shape ``[P]`` or ``[P, Q]``, int64, from 0 on without gaps.
     """
     images = actions[0] if len(actions) == 1 else actions[0][:, :, None] * actions[1].shape[1] + actions[1][:, None]
-    found: Tensor = images.amin(0).unique(return_inverse=True)[1]
+    found: Tensor = torch.unique(images.amin(0), return_inverse=True)[1]
     return found
 
 

@@ -1,9 +1,11 @@
 """The schedule of the precisions, what the evidence decides, and what is left behind."""
 
+import copy
 import functools
 import json
 import math
 import re
+from collections import OrderedDict
 from contextlib import nullcontext
 
 import fits
@@ -40,7 +42,7 @@ pytestmark = [
 def part(first: int, last: int, outputs: int) -> nn.Module:
     """Return a linear map of some of the inputs."""
     linear = nn.Linear(last - first, outputs, bias=False)
-    return Program(lambda net, x: net.linear(x[:, first:last]), {"linear": linear})
+    return nn.Sequential(OrderedDict(columns=Program(lambda net, x: x[:, first:last], {}), linear=linear))
 
 
 class TwoPaths(Network):
@@ -410,3 +412,20 @@ def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
 )
 def test_numbers_of_the_printed_table_are_short(value, text):
     assert short(value) == text
+
+
+def test_the_engine_is_backpack_where_it_handles_the_network_with_the_same_numbers(tmp_path):
+    class Skips(TwoPaths):
+        def forward(self, x):
+            return self.layer(x) + 0.0
+
+    for network, expected in ((TwoPaths(), "backpack"), (Skips(), "autograd")):
+        found = {}
+        for engine in ("auto", "autograd"):
+            folder = tmp_path / expected / engine
+            callback, task = learner(engine=engine, steps=2), EquivarianceTask(copy.deepcopy(network), optimizer=SGD)
+            fit(folder, callback, task=task, max_epochs=1)
+            about = json.loads((folder / "results" / "layers.json").read_text())
+            assert about["settings"]["engine"] == (expected if engine == "auto" else engine)
+            found[engine] = callback.records[-1]["log_marginal_likelihood"]
+        assert found["auto"] == pytest.approx(found["autograd"], rel=1e-6)
