@@ -59,7 +59,7 @@ def one(result: Result, folder: Path, full: bool, again: bool) -> bool:
             found = json.loads(file.read_text(encoding="utf-8"))
             if not lacks(result, found, full=full):
                 return True
-            save(file, extend(result, folder, say, found))
+            save(file, extend(result, folder, say, found, full=full))
         else:
             save(file, make(result, folder, say, full=full))
     except (RuntimeError, ValueError, OSError, KeyError) as error:

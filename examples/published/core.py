@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import NormalDist, stdev
@@ -113,6 +114,13 @@ class Run:
     seed: int = 0
 
 
+@cache  # pages ask for one interval many times
+def _resampled(pairs: tuple[Pair, ...], values: tuple[float, ...]) -> tuple[float, float] | None:
+    """Return the interval of a mean over pairs of resampled networks; None if there is none."""
+    found = bootstrap_over_models(pairs, values)
+    return None if found.note else (float(found.low), float(found.high))
+
+
 @dataclass(frozen=True)
 class Quantity:
     """A measured number with its population.
@@ -164,10 +172,10 @@ class Quantity:
         if len(self.values) < 2:
             return None
         if self.pairs:
-            found = bootstrap_over_models(self.pairs, self.values)
-            if found.note:
+            found = _resampled(self.pairs, self.values)
+            if found is None:
                 return None
-            low, high = float(found.low), float(found.high)
+            low, high = found
         else:
             low, high = student_interval(self.values)
         return max(low, self.bounds[0]), min(high, self.bounds[1])
@@ -559,15 +567,17 @@ def lacks(result: Result, found: Mapping[str, Any], *, full: bool = False) -> li
     return [run for run in runs if run.seed not in found["seeds"]]  # written before files had the names
 
 
-def extend(result: Result, folder: Path, say: Callable[[str], None], found: Mapping[str, Any]) -> dict[str, Any]:
+def extend(
+    result: Result, folder: Path, say: Callable[[str], None], found: Mapping[str, Any], *, full: bool = False
+) -> dict[str, Any]:
     """Make the runs that a JSON file lacks, of further seeds, and return its content with their values at the ends.
 
     Raises:
         RuntimeError: If a run fails.
         ValueError: If values of the file are not of seeds, or a row is not in it.
     """
-    new = lacks(result, found)
-    there = [run.name for run in result.runs if run not in new]
+    runs, new = result.full if full else result.runs, lacks(result, found, full=full)
+    there = [run.name for run in runs if run not in new]
     minutes = sum(finish(run, folder, say) for run in new)
     with _MEASURING:
         added = {q.label: q for q in result.measure({run.name: folder / run.name for run in new})}
@@ -584,7 +594,7 @@ def extend(result: Result, folder: Path, say: Callable[[str], None], found: Mapp
         raise ValueError(f"{result.name} has no {sorted(added)} yet; make all of it with --again.")
     about = {
         "minutes": round(found["minutes"] + minutes, 2),
-        "seeds": sorted({run.seed for run in result.runs}),
+        "seeds": sorted({run.seed for run in runs}),
         "runs": [*there, *(run.name for run in new)],
         "quantities": quantities,
         "added": [*found.get("added", []), {"runs": len(new), **versions()}],
