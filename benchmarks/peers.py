@@ -1,9 +1,9 @@
 """Time and accuracy beside other packages, in one process.
 
 Variants take turns, so that drifts in the machine's speed affect all. Seconds are processor time of one thread. Run it
-alone on the machine, with the packages below installed (those of the extra "test" are enough for the first four)::
+alone on the machine, with the packages below installed (those of the extra "test" are enough for the first five)::
 
-    python benchmarks/peers.py                        # every peer, about three minutes
+    python benchmarks/peers.py                        # every peer, about five minutes
     python benchmarks/peers.py --only rebasin ckatorch
     python benchmarks/peers.py --check                # the short ones, compared with the stored ratios (make bench)
     python benchmarks/peers.py --folder modelsym=~/modelsym ella=~/ella
