@@ -310,7 +310,8 @@ class LinkedCKA(SimilarityMetric):
     def _whole(self, name: str) -> Tensor:
         state = getattr(self, name)  # a tensor after synchronisation of processes
         if not isinstance(state, Tensor) and len(state) == 1:
-            return state[0]
+            only: Tensor = state[0]
+            return only
         return state if isinstance(state, Tensor) else torch.cat(state) if state else torch.zeros(0, dtype=torch.int64)
 
     def reset(self) -> None:
