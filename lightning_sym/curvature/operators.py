@@ -342,7 +342,8 @@ class CurvatureOperator(SymmetricOperator):
         """
         if self._graph_checked:
             return
-        left, seen = [slope.grad_fn for slope in slopes], set()
+        left: list[Any] = [slope.grad_fn for slope in slopes]
+        seen: set[Any] = set()
         while left:
             node = left.pop()
             if node is None or node in seen:

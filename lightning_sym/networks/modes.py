@@ -45,16 +45,18 @@ def twice_differentiable() -> Iterator[None]:
     They support ``vmap``, too. The second derivative of torch's fused weight norm is wrong: it takes the norms for
     constants.
     """
-    fast, fused = torch.backends.mha.get_fastpath_enabled(), torch._weight_norm
+    fast, names = torch.backends.mha.get_fastpath_enabled(), vars(torch)
+    fused = names["_weight_norm"]
     torch.backends.mha.set_fastpath_enabled(False)
-    torch._weight_norm = _plain_weight_norm  # type: ignore[attr-defined]
+    names["_weight_norm"] = _plain_weight_norm
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        torch._weight_norm = fused  # type: ignore[attr-defined]
+        names["_weight_norm"] = fused
 
 
 def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    return v * (g / torch.norm_except_dim(v, 2, dim))
+    weight: Tensor = v * (g / torch.norm_except_dim(v, 2, dim))
+    return weight
