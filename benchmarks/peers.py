@@ -104,11 +104,10 @@ def _laplace(_: Any) -> list[Case]:
     from backpack import extend
     from laplace import KronLaplace
     from laplace.curvature.backpack import BackPackGGN
-    from spectra import trained
 
     from lightning_sym.curvature import Evidence, factors, parameter_groups
 
-    _, images, labels = trained(1)
+    _, images, labels = _cnn()
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
@@ -129,13 +128,29 @@ def _laplace(_: Any) -> list[Case]:
     return [Case(title, theirs, ours, relative(theirs(torch.float64)))]
 
 
+def _cnn() -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a CNN of 19,000 weights that has learned 512 noisy patterns, with these."""
+    from spectra import convolutional
+
+    torch.manual_seed(0)
+    model, generator = convolutional(), torch.Generator().manual_seed(1)
+    labels = torch.randint(10, (512,), generator=generator)
+    patterns = torch.randn(10, 1, 8, 8, generator=generator)
+    images = patterns[labels] + 0.7 * torch.randn(512, 1, 8, 8, generator=generator)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model, images, labels
+
+
 def _curvlinops(_: Any) -> list[Case]:
     from curvlinops import HessianLinearOperator
-    from spectra import trained
 
     from lightning_sym.curvature import CurvatureOperator
 
-    network, *data = trained()
+    network, *data = _cnn()
     ours = CurvatureOperator(network, data, F.cross_entropy, check=False)
     exact = CurvatureOperator(network, data, F.cross_entropy, check=False, dtype=torch.float64)
     vectors = torch.randn(10, ours.size, generator=torch.Generator().manual_seed(0))
@@ -153,11 +168,10 @@ def _curvlinops(_: Any) -> list[Case]:
 
 def _eigenthings(_: Any) -> list[Case]:
     from hessian_eigenthings import HessianOperator, lanczos, supervised_loss
-    from spectra import trained
 
     from lightning_sym.curvature import CurvatureOperator, top_eigenpairs
 
-    network, *data = trained()
+    network, *data = _cnn()
     operator = partial(CurvatureOperator, network, data, F.cross_entropy)
     error = relative(top_eigenpairs(operator(dtype=torch.float64), tolerance=1e-6).values[0])
 
@@ -177,11 +191,10 @@ def _eigenthings(_: Any) -> list[Case]:
 
 def _pyhessian(_: Any) -> list[Case]:
     from pyhessian import hessian
-    from spectra import trained
 
     from lightning_sym.curvature import CurvatureOperator, top_eigenpairs, trace
 
-    network, *data = trained()
+    network, *data = _cnn()
     operator = partial(CurvatureOperator, network, data, F.cross_entropy)
     top = relative(top_eigenpairs(operator(dtype=torch.float64), tolerance=1e-6).values[0])
     own = top(float(top_eigenpairs(operator(), tolerance=2e-2).values[0]))

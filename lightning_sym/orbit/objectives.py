@@ -339,7 +339,7 @@ class GaussNewtonTrace(GaussNewton):
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""
-        with twice_differentiable():
+        with twice_differentiable(functional=True):
             if self.probes is not None:
                 return self._estimate(view, batch, self.probes)
             return torch.stack([own.sum() for own in self._diagonal(view, batch).values()]).sum()
@@ -350,7 +350,7 @@ class GaussNewtonTrace(GaussNewton):
         """Return the element of the dual problem over scales alone; see :class:`Objective`."""
         if self.probes is not None or kinds != {"scales"}:
             return None
-        with twice_differentiable():
+        with twice_differentiable(functional=True):
             diagonals = [{n: own.detach() for n, own in self._diagonal(view, batch).items()} for batch in batches]
         means = {name: torch.stack([own[name] for own in diagonals]).mean(0) for name in diagonals[0]}
         if any(bool((own < 0).any()) for own in means.values()):  # a loss that is not convex
@@ -403,7 +403,7 @@ class LargestCurvature(GaussNewton):
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""
-        with twice_differentiable():
+        with twice_differentiable(functional=True):
             return self.form(view, batch, self._vector(view, batch))
 
     def _vector(self, view: View, batch: Any) -> dict[str, Tensor]:

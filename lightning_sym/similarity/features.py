@@ -295,8 +295,8 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
         inputs: Arguments of the network, moved to its device.
 
     Returns:
-        Outputs by name, as copies, so that later in-place changes have no effect. A module with several outputs
-        contributes the first.
+        Outputs by name. Later modules that change them in place have no effect; they may share memory with the inputs.
+        A module with several outputs contributes the first.
 
     Raises:
         ValueError: If there is no such module, it has fewer calls, or its output is not a tensor.
