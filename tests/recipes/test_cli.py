@@ -1,6 +1,7 @@
 """The command line: what it says, what it refuses, and what it does to a run folder."""
 
 import gc
+import json
 import os
 import shutil
 import subprocess
@@ -229,17 +230,22 @@ def test_errors_and_interrupts_while_training():
     assert result.err == "lightning-sym: interrupted; resume with --ckpt_path last\n"
 
 
-def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there(monkeypatch):
-    if torch.cuda.is_initialized():
-        pytest.skip("a process that has used a GPU cannot fork")
+def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there():
     fit = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1", "--trainer.callbacks=ZooExport", "--zoo_dir=zoo"]
-    monkeypatch.setattr(Second, "ended", [])
     others = (["--run_dir=a", "--overwrite=true"], ["--run_dir=b", "--model.seed=1"], ["--run_dir=c", "--model.seed=2"])
-    monkeypatch.setattr(Second, "args", [[*fit, *options] for options in others])
-    succeed(*fit, "--run_dir=a", "--trainer.callbacks+=test_cli.Second")
-    for (status, said), what in zip(Second.ended, ("run folder", "zoo", None), strict=True):
+    # In a process of its own: autograd's threads, which other tests may have started, do not survive a fork.
+    code = (
+        f"import json, os, test_cli; test_cli.Second.args = {[[*fit, *options] for options in others]}; "
+        f"test_cli.succeed(*{fit}, '--run_dir=a', '--trainer.callbacks+=test_cli.Second'); "
+        "print(json.dumps([os.getpid(), test_cli.Second.ended]))"
+    )
+    paths = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    done = python("-c", code, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
+    process, ended = json.loads(done.stdout.splitlines()[-1])
+    for (status, said), what in zip(ended, ("run folder", "zoo", None), strict=True):
         assert status == bool(what), said
-        assert what is None or (f"process {os.getpid()} on " in said and f"The {what} " in said), said
+        assert what is None or (f"process {process} on " in said and f"The {what} " in said), said
     assert ModelZoo.open("zoo").numbers == [0, 1, 2, 3]
 
 
