@@ -145,8 +145,8 @@ class LearningCoefficientEstimate:
         chains, steps = self.losses.shape[1], len(self.losses) * self.draw_every
         enough, needed = self.fitting_localisation
         longer = (
-            f"set localisation={enough:.2g} in place of {self.localisation:.3g}, whose pull lets flat directions "
-            f"settle in a quarter of the {steps} steps, or steps={max(needed, 2 * steps)}."
+            f"set steps={max(needed, 2 * steps)} in place of {steps}, or localisation={enough:.2g} in place of "
+            f"{self.localisation:.3g}, whose pull lets flat directions settle in these steps but lowers the number."
         )
         undecided, wanted, surely = [], chains, student_quantile(_SURELY, chains - 1)
         for what, (ratio, error) in (("loss", self.ratio), ("distance", self.distance_ratio)):

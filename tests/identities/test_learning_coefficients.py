@@ -488,7 +488,7 @@ def test_a_refusal_says_the_localisation_with_which_the_same_steps_suffice(metho
     found = learning_coefficient(network, data, F.mse_loss, localisation=0.01, **settings)
     enough, needed = found.fitting_localisation
     assert found.refusal.startswith("not stationary: the distance")
-    assert f"set localisation={enough:.2g} in place of 0.01" in found.refusal
+    assert f"localisation={enough:.2g} in place of 0.01" in found.refusal
     assert f"steps={needed}" in found.refusal
     assert float(f"{enough:.2g}") == pytest.approx(enough, rel=1e-12)
     again = learning_coefficient(network, data, F.mse_loss, localisation=enough, **settings)
