@@ -29,6 +29,7 @@ AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
 _TITLES = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", "h")
 _GREYS, _DASHES = ("#7a7a7a", "#a0a0a0", "#5a5a5a", "#b5b5b5"), ("--", ":", "-.", (0, (6, 1.5, 1, 1.5)))
+_LINES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 UNITS = {
     "penalty": "mean accuracy of both members less that of the stitched network; fraction of inputs, positive is worse",
     "accuracy": "fraction of inputs, 0 to 1",
@@ -204,13 +205,13 @@ def _marks(x: str, group: str, looks: Mapping[str, Mapping[str, Any]], where: Ma
 
 
 def _looks(summary: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return the looks of families: markers of trained ones, grey dashes of baselines."""
+    """Return the looks of families: markers and dashes of trained ones, grey dashes of baselines."""
     trained = {row["family"]: row["trained"] for row in summary}
     baselines = [family for family, learned in trained.items() if not learned]
     others = [family for family, learned in trained.items() if learned]
     return {
         **{family: {"color": _GREYS[k % 4], "ls": _DASHES[k % 4], "lw": 1.2} for k, family in enumerate(baselines)},
-        **{family: {"marker": _MARKERS[k % 10]} for k, family in enumerate(others)},
+        **{family: {"marker": _MARKERS[k % 10], "ls": _LINES[k % 5]} for k, family in enumerate(others)},
     }
 
 
