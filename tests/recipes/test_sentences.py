@@ -199,7 +199,7 @@ model.optimizer.weight_decay: Adam decays weights, which the Gaussian prior does
 $ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.burn_in=0
 trainer.callbacks.burn_in must be an integer >= 1, got 0.
 $ fit SMALL --model.prior_precision=1 --trainer.callbacks+=MarginalLikelihood --trainer.callbacks.engine=foo
-trainer.callbacks.engine: Unknown engine 'foo'; expected one of: autograd, backpack.
+trainer.callbacks.engine: Unknown engine 'foo'; expected one of: auto, autograd, backpack.
 $ fit SMALL --trainer.callbacks+=MarginalLikelihood
 MarginalLikelihood learns the precisions of a task's prior, but ZooTask has none; set prior_precision, for example to
 1.0 (--model.prior_precision 1.0).
@@ -252,7 +252,7 @@ No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
 words.yaml is damaged, or no checkpoint of lightning-sym.
 $ fit SMALL --run_dir=words.yaml/run
-The run folder .../words.yaml/run cannot be written to (Not a directory); choose another one with --run_dir
+words.yaml/run cannot be made, as .../words.yaml is a file; expected a place in a folder.
 $ fit SMALL --trainer.accelerator=gpuu
 ...invalid accelerator name...
 $ fit --config zoo/cifar10_myrtle --data.download=false
@@ -367,7 +367,7 @@ def test_the_command_line_says_in_one_line_what_is_wrong(status, command, senten
     Path("twice.yaml").write_text("model:\n  members: 2\n  members: 3\n")
     Path("folder").mkdir()
     Path("needs.py").write_text(NEEDS)
-    Path("raises.py").write_text("import does_not_exist_anywhere")
+    Path("raises.py").write_text("import does_not_exist_anywhere\n\nclass Task: ...")
     monkeypatch.syspath_prepend(Path.cwd())
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": torch.randn(64, 1)}, "values.pt")
     classes = torch.arange(64) % 3
