@@ -218,15 +218,15 @@ def with_sizes(name: str, arguments: Mapping[str, Any], data: Any) -> dict[str, 
         arguments: Arguments that were given; they win.
         data: The datamodule; None for none.
     """
+    library, colon, _ = name.partition(":")
+    if not name or library == "transformers" or data is None:
+        return dict(arguments)
     from jsonargparse._parameter_resolvers import get_signature_parameters
 
     import lightning_sym.networks
     from lightning_sym.cli.annotations import fitting_size
-    from lightning_sym.cli.messages import object_at
+    from lightning_sym.cli.messages import object_at  # imports Lightning
 
-    library, colon, _ = name.partition(":")
-    if not name or library == "transformers" or data is None:
-        return dict(arguments)
     path = name.replace(":", ".", 1)
     found: Any = None
     if library in ("torchvision", "timm") and colon:

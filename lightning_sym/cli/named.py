@@ -60,6 +60,8 @@ def wrong_class(tree: Mapping[str, Any]) -> str:
             bound = [name for name in sorted(_bound(file) or ()) if name[0].isupper()][:3]
             names = ", ".join(f"{file.stem}.{name}" for name in bound) or f"{file.stem}.NAME"
             return f"{path}: {kind} is a module; name a class in it, as {names}."
+    # Others are files of settings.
+    found = [(path, kind) for path, kind in found if not Path(kind).is_file()]
     found = [(path, kind) for path, kind in found if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", kind)]
     # A module that is imported may define classes that are found by their short names, too.
     modules = [kind.rpartition(".")[0] for _, kind in found if "." in kind]

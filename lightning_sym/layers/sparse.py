@@ -329,7 +329,8 @@ class SparseFactoredFullyConnected(GridLayer, _Anchored):
 
     def factor_slopes(self) -> tuple[Tensor, Tensor]:
         """Return the derivatives of both factors with respect to learned length scales; see :meth:`factors`."""
-        return self.u1 @ self._slope("1", self.grid), self._slope("2", self.out_grid).mT @ self.u2
+        slope1, slope2 = self._slope("1", self.grid), self._slope("2", self.out_grid)
+        return self.u1 @ slope1, self._by_pairs(self.u2.mT @ slope2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""

@@ -53,7 +53,7 @@ def test_a_factored_layer_that_is_linear_has_its_exact_evidence(log_noise):
     network = nn.Sequential(layer, nn.Flatten())
     x, y = data(7, (1, *GRID), 4, "regression")
     sigma, delta = math.exp(log_noise), 1.9
-    second = layer.theta2.unflatten(1, (2, 1))[..., 0]  # [S', C']
+    second = layer.theta2[:, 0].T  # [S', C']
     # Output (c', y) of theta1[c', x]: theta2[y, c'] x[x].
     features = torch.einsum("yo,op,ns->noyps", second, torch.eye(2).double(), x.flatten(1)).reshape(28, 48)
     weights = set_to_map(features, y.flatten(), torch.full((48,), delta).double(), sigma)

@@ -171,7 +171,7 @@ def test_adapters_of_old_versions_are_read_without_running_code(tmp_path: Path) 
     old = Adapter.read(tmp_path / "one")
     assert old.tensors.keys() == one.tensors.keys()
     assert all(torch.equal(own, old.tensors[name]) for name, own in one.tensors.items())
-    torch.save({**tensors(0), "path": tmp_path}, tmp_path / "one" / "adapter_model.bin")
+    torch.save({**tensors(0), "network": nn.Linear(1, 1)}, tmp_path / "one" / "adapter_model.bin")
     assert_refused(Adapter.read, tmp_path / "one", says="adapter_model.bin")
 
 
