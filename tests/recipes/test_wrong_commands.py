@@ -1,5 +1,6 @@
 """Wrong command lines of many kinds: each is answered by one sentence, before anything slow is imported."""
 
+import gc
 import inspect
 import json
 import re
@@ -324,9 +325,12 @@ def test_a_wrong_command_is_answered_before_torch_is_imported(status, command, s
 
     monkeypatch.setattr(sys.modules[lightning_sym.cli.main.__module__], "_load", load)
     files = set(Path().rglob("*"))
-    start = time.process_time()
+    gc.disable()  # to collect what other tests left takes more than a second
+    start = time.thread_time()
     result = call(*arguments(command))
-    assert time.process_time() - start < 1
+    taken = time.thread_time() - start
+    gc.enable()
+    assert taken < 1
     assert result.status == status, result.err
     assert_says(result.error, sentence)
     assert set(Path().rglob("*")) == files
