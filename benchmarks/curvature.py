@@ -252,7 +252,7 @@ def measure_steps(sizes: Sizes, rounds: int, device: str) -> Results:
 
 
 def interpolating(sparse: SparseFactoredFullyConnected) -> Callable[[], None]:
-    """Return the matrix products alone by which S-FC interpolates both weights, and pulls their gradients back."""
+    """Return the matrix products of S-FC alone: they interpolate both weights and pull their gradients back."""
     pairs = [(sparse.u1.detach().flatten(0, 1), sparse.phi1), (sparse.u2.detach().mT.contiguous(), sparse.phi2)]
 
     def products() -> None:

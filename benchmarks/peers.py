@@ -1,4 +1,4 @@
-"""Time and accuracy beside other packages, in one process.
+"""Time and accuracy compared with other packages, in one process.
 
 Variants take turns, so that drifts in the machine's speed affect all. Seconds are processor time of one thread. Run it
 alone on the machine, with the packages below installed (those of the extra "test" are enough for the first five)::
@@ -55,14 +55,14 @@ Number = Callable[[Any], float]
 
 @dataclass(frozen=True)
 class Case:
-    """What a peer and we compute.
+    """A task that a peer and this package solve.
 
     Attributes:
         title: The task.
         theirs: Computes it by the peer.
         ours: Computes it by this package.
         error: How far a result is from the truth.
-        accuracy: What ``error`` is.
+        accuracy: Name of ``error``, as in "relative error".
     """
 
     title: str
@@ -259,7 +259,7 @@ def _torch_pruning(_: Any) -> list[Case]:
 
 
 def _perceptrons(hidden: int, layers: int) -> tuple[nn.Module, nn.Module]:
-    """Return two networks with random weights, whose layers have the names layer0, layer1 and so on."""
+    """Return two networks with random weights and layers named layer0, layer1 and so on."""
     found = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -550,7 +550,7 @@ def _code(name: str, folders: Mapping[str, Path]) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide what peers print, warn of and log."""
+    """Hide printed text, warnings and logs of peers."""
     nowhere = io.StringIO()
     logging.disable(logging.WARNING)
     try:
@@ -587,7 +587,7 @@ def _ratio(found: Mapping[str, Any]) -> str:
 
 
 def slower(found: list[dict[str, Any]], stored: list[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each case whose median ratio exceeds the stored one by more than the stored spread.
+    """Return a sentence for each slower case: its median ratio exceeds the stored one by more than the stored spread.
 
     Args:
         found: Results of now.
@@ -655,7 +655,7 @@ def main(words: list[str] | None = None) -> int:
     results = [found for name in names for found in measure(name, folders, arguments.rounds)]
     if arguments.check:
         sentences = slower(results, json.loads((RESULTS / "peers-cpu.json").read_text(encoding="utf-8"))["results"])
-        print("\n".join(sentences) or "Nothing has become slower beside its peer by more than the stored spread.")
+        print("\n".join(sentences) or "No case is slower relative to its peer than the stored spread allows.")
         return 1 if sentences else 0
     if not arguments.only:
         write("peers", results, "cpu", arguments.rounds)

@@ -3,7 +3,7 @@
 Each is a separate process on one thread, in turn; seconds are processor time, including children. Run it::
 
     python benchmarks/startup.py                  # commands
-    python benchmarks/startup.py --part imports   # lightning_sym.symmetry beside torch alone
+    python benchmarks/startup.py --part imports   # lightning_sym.symmetry, compared with torch alone
 
 Prints a table and writes it to ``benchmarks/results/startup-cpu.json`` and ``.md``, imports to ``imports-cpu``.
 

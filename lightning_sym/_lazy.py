@@ -1,4 +1,4 @@
-"""Exports of a package that are imported when they are first used."""
+"""Exports of a package, imported at first use."""
 
 import ast
 import importlib
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def lazy(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package whose imports stand under ``if TYPE_CHECKING:``.
+    """Make the ``__getattr__`` and ``__dir__`` of a package with its imports under ``if TYPE_CHECKING:``.
 
-    Type checkers, editors and the reference read these imports; at run time each happens when its name is first used,
-    so that importing the package, or one name of it, does not load all of it.
+    Type checkers, editors and the reference read these imports. At run time, the first use of a name imports it, so
+    that importing the package or one name does not load all of it.
 
     Args:
         package: ``globals()`` of its ``__init__.py``.

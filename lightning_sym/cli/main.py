@@ -221,7 +221,7 @@ def _guarded(start: Callable[[], None], *, kept: str = "") -> int:
 
     Args:
         start: The function.
-        kept: What it leaves if it is interrupted: a checkpoint, from which a later call resumes, or a run; or nothing.
+        kept: Word for the remains of an interrupted call: a checkpoint (later calls resume from it), a run; or empty.
     """
     try:
         start()

@@ -1,7 +1,9 @@
 """Train and eval mode, precision and differentiability of a network."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +50,30 @@ def twice_differentiable(*, functional: bool = False) -> Iterator[None]:
     Args:
         functional: Whether to write out layer and instance norms, too. The reverse derivatives of ``torch.func``'s
             ``jvp`` and ``vmap(jacrev)`` are wrong for the fused ones, by 1 to 60 percent and without an error.
+
+    Note:
+        Names in ``torch`` are replaced meanwhile, in all threads: ``from torch import layer_norm`` keeps the fused one.
     """
-    fast, names = torch.backends.mha.get_fastpath_enabled(), vars(torch)
-    plain: dict[str, Callable[..., Tensor]] = {"_weight_norm": _plain_weight_norm}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    # The hooks of torch.nn.utils.weight_norm, whose module its function hides, have a name of their own.
+    plain: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [
+        (vars(module), "_weight_norm", _plain_weight_norm)
+        for module in (torch, sys.modules["torch.nn.utils.weight_norm"])
+    ]
     if functional:
-        plain |= {"layer_norm": _plain_layer_norm, "instance_norm": _plain_instance_norm}
-    fused = {name: names[name] for name in plain}
+        norms = (_plain_layer_norm, _plain_native_layer_norm, _plain_instance_norm)
+        plain += [(vars(torch), own.__name__.removeprefix("_plain_"), own) for own in norms]
+    fused = [(names, name, names[name]) for names, name, _ in plain]
     torch.backends.mha.set_fastpath_enabled(False)
-    names.update(plain)
+    for names, name, own in plain:
+        names[name] = own
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        names.update(fused)
+        for names, name, own in fused:
+            names[name] = own
 
 
 def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -78,6 +90,14 @@ def _plain_layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     return _affine(_standardised(x, tuple(range(-len(shape), 0)), eps), weight, bias)
+
+
+def _plain_native_layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    axes = tuple(range(-len(shape), 0))
+    deviation = (x.var(axes, correction=0, keepdim=True) + eps).rsqrt()
+    return _plain_layer_norm(x, shape, weight, bias, eps), x.mean(axes, keepdim=True), deviation
 
 
 def _plain_instance_norm(

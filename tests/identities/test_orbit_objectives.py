@@ -226,8 +226,17 @@ def test_pruning_of_all_tensors_together_takes_the_smallest_weights():
     assert float(before[after == 0].max()) <= float(before[after != 0].min())
 
 
+class NativeLayerNorm(nn.Module):
+    """A layer norm by torch's own operation."""
+
+    def forward(self, x):
+        return torch.native_layer_norm(x, [6], None, None, 1e-5)[0]
+
+
 NORMS = {
     "layer": lambda: nn.LayerNorm([2, 6]),
+    "native": NativeLayerNorm,
+    "weight": lambda: nn.utils.weight_norm(nn.Linear(6, 6)),
     "instance": lambda: nn.InstanceNorm1d(2, affine=True),
     "tracked": lambda: nn.InstanceNorm1d(2, track_running_stats=True),
     "group": lambda: nn.GroupNorm(1, 2),
@@ -235,6 +244,7 @@ NORMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     "objective",
