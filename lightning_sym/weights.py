@@ -298,15 +298,18 @@ def match_weights(
         key = next((names.key(one) for one in tied.get(name, [name]) if names.key(one) is not None), None)
         if key is None:
             continue
-        if tensors[key].shape != wanted[name].shape:
+        tensor = tensors[key]
+        if tensor.shape != wanted[name].shape:
+            tensor = _upgraded(module, name, tensor)
+        if tensor.shape != wanted[name].shape:
             if names.leaves_out(name):
                 continue
             raise ValueError(
                 f"{source} holds {key!r} of shape {list(tensors[key].shape)}, but {kind} has it of shape "
                 f"{list(wanted[name].shape)}; {remedy}."
             )
-        check_numbers_alike(tensors[key], wanted[name], key, source)
-        state[own + name] = tensors[key]
+        check_numbers_alike(tensor, wanted[name], key, source)
+        state[own + name] = tensor
     held = {key: own + name for name in wanted if (key := names.key(name)) is not None}
     return Fit(
         tensors=state,
@@ -321,6 +324,14 @@ def match_weights(
         prefix=names.start,
         notes=notes,
     )
+
+
+def _upgraded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor as the present version of its layer orders it; unchanged if the layer knows no other order."""
+    place, _, leaf = name.rpartition(".")
+    upgraded = getattr(dict(module.named_modules()).get(place), "upgraded", None)
+    found: Tensor = tensor if upgraded is None else upgraded(leaf, tensor)
+    return found
 
 
 class _Names:

@@ -97,10 +97,15 @@ class FactoredFullyConnected(GridLayer):
         """Return theta2 ``[S', C' C]`` as contiguous ``[C', C, S']``."""
         return theta2.mT.reshape(self.out_channels, self.in_channels, -1).contiguous()
 
+    def upgraded(self, name: str, values: Tensor) -> Tensor:
+        """Return a tensor of a state dict in the present order: theta2 of version 1 is converted, others stay."""
+        old = name == "theta2" and values.shape == (self.theta2.shape[2], self.theta2.shape[:2].numel())
+        return self._by_pairs(values) if old else values
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         theta2 = state_dict.get(f"{prefix}theta2")
-        if isinstance(theta2, Tensor) and theta2.shape == (self.theta2.shape[2], self.theta2.shape[:2].numel()):
-            state_dict[f"{prefix}theta2"] = self._by_pairs(theta2)
+        if isinstance(theta2, Tensor):
+            state_dict[f"{prefix}theta2"] = self.upgraded("theta2", theta2)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: Tensor) -> Tensor:

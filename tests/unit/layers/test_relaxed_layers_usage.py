@@ -23,6 +23,7 @@ from lightning_sym.layers import (
     parameter_paths,
 )
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.weights import fit_weights
 
 LAYERS = {
     "fully_connected": lambda: FullyConnected(4, 3, (4, 6), (2, 3)),
@@ -77,6 +78,9 @@ def test_states_of_version_1_of_the_factored_layer_are_converted():
     other.load_state_dict({f"0.{name}": values for name, values in old.items()})
     assert old["theta2"].shape == (6, 12)  # the caller's state stays
     assert torch.equal(other[0].theta2, layer.theta2)
+    # Files of checkpoints and zoos are read another way.
+    found = fit_weights({f"0.{name}": values for name, values in old.items()}, other)
+    assert torch.equal(found["0.theta2"], layer.theta2)
     with pytest.raises(RuntimeError, match="size mismatch for theta2"):
         layer.load_state_dict(old | {"theta2": old["theta2"][1:]})
 
