@@ -25,7 +25,7 @@ Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 # Inputs of the first block, for early rejection (docs/theory/equivalence.md, 3.3).
 _FIRST_INPUTS = 64
-# Bytes of the largest activation of all points and inputs that are worked on at once (docs/theory/equivalence.md, 3.3).
+# Bytes of the largest activation of all points and inputs that are worked on at once.
 _CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 256 * 2**20
 # The most bytes that "auto" spends on the first layer's outputs at the centre and for each basis vector.
 _AFFINE_BYTES = 2**30

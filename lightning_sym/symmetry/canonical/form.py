@@ -142,7 +142,7 @@ def canonicalize(
 
     **Shifts** (docs/theory/translations.md). Biases that later layers, batch norms or a softmax cancel are 0. Means
     that norms subtract are 0, and biases that cancel one another have the least sum of squares. Where a layer norm
-    is read without a bias (2.12), its bias equals its gain.
+    is read without a bias, its bias equals its gain (docs/theory/transformers.md, 4).
 
     **Signs.** The gain of a norm layer is positive if its readers can undo its sign. Otherwise the entry of largest
     magnitude among the incoming weights and bias is positive; if the largest ones tie and disagree, the sum of the
