@@ -32,8 +32,7 @@ def header(path: Path) -> tuple[str, str, str]:
 
 def row(path: Path) -> str:
     """Return the script's row of the guide."""
-    task, _, get = header(path)
-    return f"|[`{path.name}`](../examples/first_hour/{path.name})|{task}|{get}|"
+    return f"|[`{path.name}`](../examples/first_hour/{path.name})|{header(path)[0]}|"
 
 
 # Importing torch and Lightning takes seconds of a processor: one process imports them, and each Python script runs in a
