@@ -27,6 +27,8 @@ MORE_SEEDS = {
     "equivariance-groups-plain-map": 4,
     "equivariance-groups-rotated-three": 4,
     "equivariance-groups-rotated-map": 4,
+    "equivariance-groups-translated-ffc": 5,
+    "equivariance-groups-translated-conv": 5,
 }
 _SEED = 711  # of the paper's recipes
 _GPU = "MNIST and a GPU"
@@ -850,8 +852,8 @@ RESULTS: tuple[Result, ...] = (
         chance=_CHANCE,
         remark=(
             "8x8 digits, rotated by any angle or translated by up to 2 pixels; width 3, 40 epochs. Shares "
-            "are means over four blocks. Seed 3 is of two later versions, one for rotated and one for plain digits; in "
-            "each a seed gives other values than before, within the spread of seeds."
+            "are means over four blocks. Seeds from 3 on are of three later versions, one each for rotated, plain and "
+            "translated digits; a seed may give other values there than before."
         ),
     ),
     Result(

@@ -11,7 +11,7 @@ from lightning_sym.layers.circular_conv import CircularConv, circular_conv2d
 from lightning_sym.layers.factored import FactoredFullyConnected, factored_hidden, factored_map
 from lightning_sym.layers.finite_groups import EquivariantLinear
 from lightning_sym.layers.fully_connected import FullyConnected
-from lightning_sym.layers.group_conv import ROTATIONS, GroupConv, relative
+from lightning_sym.layers.group_conv import GroupConv, inverse, relative, shifted, turned
 from lightning_sym.layers.sparse import SparseConv, SparseFactoredFullyConnected
 
 
@@ -190,14 +190,14 @@ def _at_number(slope: Tensor, g: Tensor) -> Tensor:
 
 @register_layer(GroupConv)
 class GroupConvRule(Rule):
-    """Rotations and positions are places, ``R = 4 T``, all with one filter, which sees back-rotated patches.
+    """Elements and positions are places, ``R = G T``, all with one filter, which sees patches that are turned back.
 
     Depthwise filters have a block for each channel.
     """
 
     def inputs(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
-        """Return back-rotated patches, and the inputs of the later stages."""
-        patches = self._back_rotated(module, x)
+        """Return patches that are turned back, and the inputs of the later stages."""
+        patches = self._turned_back(module, x)
         if module.spatial_weight is None:
             return {"weight": patches.permute(0, 1, 4, 2, 3).flatten(3).flatten(1, 2)}
         return {"spatial_weight": patches.permute(2, 0, 1, 4, 3).flatten(2, 3)} | self._later_inputs(module, x)
@@ -205,57 +205,59 @@ class GroupConvRule(Rule):
     def _later_inputs(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
         """Return the inputs of the stages after the spatial one."""
         spatial = module.spatial(x)
-        turned = torch.unflatten(spatial, 1, (ROTATIONS, -1)).flatten(3)  # [N, h, C, T]
-        turned = torch.stack([turned.roll(-turns, 1) for turns in range(ROTATIONS)], 1)  # [N, g, h - g, C, T]
+        parts = torch.unflatten(spatial, 1, (module.order, -1)).flatten(3)  # [N, h, C, T]
+        seen = torch.stack([shifted(parts, inverse(g), 1) for g in range(module.order)], 1)  # [N, g, g^-1 h, C, T]
         if module.rotation_weight is None:
-            return {"weight": turned.permute(0, 1, 4, 3, 2).flatten(3).flatten(1, 2)}
-        mixed = torch.unflatten(module.rotation(spatial), 1, (ROTATIONS, -1)).flatten(3)  # [N, g, C, T]
+            return {"weight": seen.permute(0, 1, 4, 3, 2).flatten(3).flatten(1, 2)}
+        mixed = torch.unflatten(module.rotation(spatial), 1, (module.order, -1)).flatten(3)  # [N, g, C, T]
         return {
-            "rotation_weight": turned.permute(3, 0, 1, 4, 2).flatten(2, 3),
+            "rotation_weight": seen.permute(3, 0, 1, 4, 2).flatten(2, 3),
             "weight": mixed.mT.flatten(1, 2),
         }
 
-    def _back_rotated(self, module: GroupConv, x: Tensor) -> Tensor:
-        """Return the input of the unrotated filter for each rotation of the output.
+    def _turned_back(self, module: GroupConv, x: Tensor) -> Tensor:
+        """Return the input of the filter itself for each element of the output.
 
         Returns:
-            Shape ``[N, 4, F, k k, T]``, with ``F = C``, of full ``F = 4 C`` by the difference of rotations.
+            Shape ``[N, G, F, k k, T]``, with ``F = C``, of full ``F = G C`` by the element ``g^-1 h``.
         """
         patches = torch.unflatten(circular_patches(x, module.kernel_size), 2, (module.kernel_size, -1))
         found = []
-        for turns in range(ROTATIONS):
+        for g in range(module.order):
             seen = patches
             if module.kind == "full":
-                seen = torch.unflatten(patches, 1, (ROTATIONS, -1)).roll(-turns, 1).flatten(1, 2)
+                seen = shifted(torch.unflatten(patches, 1, (module.order, -1)), inverse(g), 1).flatten(1, 2)
             elif module.kind != "lifting":
-                seen = torch.unflatten(patches, 1, (ROTATIONS, -1))[:, turns]
-            found.append(torch.rot90(seen, -turns, (2, 3)).flatten(2, 3))
+                seen = torch.unflatten(patches, 1, (module.order, -1))[:, g]
+            found.append(turned(seen, inverse(g), (2, 3)).flatten(2, 3))
         return torch.stack(found, 1)
 
     def in_factors(self, module: GroupConv, x: Tensor) -> dict[str, Tensor]:
-        """Return N times A, without patches: that of the plain patches, rotated."""
+        """Return N times A, without patches: that of the plain patches, turned back."""
         kernel, later = module.kernel_size, {}
         if module.spatial_weight is not None:
             later = {name: gram(a, a.ndim - 3) for name, a in self._later_inputs(module, x).items()}
         depthwise = module.spatial_weight is not None
         if module.kind in ("lifting", "full"):
-            plain = [circular_gram(x, kernel)] * ROTATIONS
+            plain = [circular_gram(x, kernel)] * module.order
         else:
-            parts = torch.unflatten(x, 1, (ROTATIONS, -1)).unbind(1)
+            parts = torch.unflatten(x, 1, (module.order, -1)).unbind(1)
             plain = [circular_gram(part, kernel, depthwise=depthwise) for part in parts]
-        turned = []
-        for turns, found in enumerate(plain):  # [F, k k, F, k k]; depthwise [C, k k, k k]
+        grams = []
+        for back, found in zip(map(inverse, range(module.order)), plain, strict=True):
+            # [F, k k, F, k k]; depthwise [C, k k, k k]
             found = torch.unflatten(torch.unflatten(found, -1, (kernel, kernel)), 1, (kernel, kernel))
-            found = torch.rot90(torch.rot90(found, -turns, (1, 2)), -turns, (-2, -1))
+            found = turned(turned(found, back, (1, 2)), back)
             if module.kind == "full":
-                shift = -turns * module.in_channels  # of rotations, which come before channels
-                found = found.roll((shift, shift), (0, 3))
-            turned.append(found.flatten(3).flatten(1, 2) if depthwise else found.flatten(3).flatten(0, 2))
-        return {("spatial_weight" if depthwise else "weight"): torch.stack(turned).sum(0)} | later
+                for axis in (0, 3):  # elements come before channels
+                    by_element = torch.unflatten(found, axis, (module.order, -1))
+                    found = shifted(by_element, back, axis).flatten(axis, axis + 1)
+            grams.append(found.flatten(3).flatten(1, 2) if depthwise else found.flatten(3).flatten(0, 2))
+        return {("spatial_weight" if depthwise else "weight"): torch.stack(grams).sum(0)} | later
 
     def gradients(self, module: GroupConv, x: Tensor, g: Tensor) -> dict[str, Tensor]:
         """Return the gradients at all stages; for biases their sums."""
-        g = torch.unflatten(g, 2, (ROTATIONS, -1)).flatten(4)  # [V, N, g, C', T]
+        g = torch.unflatten(g, 2, (module.order, -1)).flatten(4)  # [V, N, g, C', T]
         found = {"weight": g.mT.flatten(2, 3), "bias": g.sum((2, 4))[:, :, None]}
         if module.spatial_weight is None:
             return found
@@ -268,6 +270,6 @@ class GroupConvRule(Rule):
         return found | self._depthwise("spatial", g)
 
     def _depthwise(self, stage: str, g: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at a depthwise stage, of shape ``[V, N, 4, C, T]``, for its weight and bias."""
+        """Return the gradients at a depthwise stage, of shape ``[V, N, G, C, T]``, for its weight and bias."""
         blocks = g.permute(3, 0, 1, 2, 4).flatten(3)[..., None]
         return {f"{stage}_weight": blocks, f"{stage}_bias": g.sum((2, 4))[:, :, None]}

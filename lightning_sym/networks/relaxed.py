@@ -21,6 +21,7 @@ from lightning_sym.layers import (
     SparseFactoredFullyConnected,
     grid_action,
 )
+from lightning_sym.layers.group_conv import ORDERS, PlaneGroup
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import _SequentialNetwork
 
@@ -67,10 +68,10 @@ class RelaxedNetwork(_SequentialNetwork):
     convolutional ones: a single pool for all of them, as separate pools could keep components one pixel apart. Several
     convolutional pathways are then those of ``block{l}.pooled.0``.
 
-    With a ``gconv`` path the network works on the group p4. The image is lifted to four copies, and channels belong to
-    rotations (other pathways see the four together); a maximum over rotations precedes ``hidden``. A network of only
-    ``gconv`` pathways is exactly invariant to circular shifts and to rotations by 90 degrees, one of only
-    convolutional pathways to shifts.
+    With a ``gconv`` path the network works on the group p4, or p4m. The image is lifted to four or eight copies, and
+    channels belong to elements of the point group (other pathways see all together); a maximum over elements precedes
+    ``hidden``. A network of only ``gconv`` pathways is exactly invariant to circular shifts, rotations by 90 degrees
+    and, on p4m, reflections, one of only convolutional pathways to shifts.
 
     Initialisation is that of the layers, and PyTorch's with zero bias for the last two.
 
@@ -100,6 +101,7 @@ class RelaxedNetwork(_SequentialNetwork):
         learn_lengthscale: Train their inverse length scales.
         pool_norm: ``max`` or ``l2``, see :class:`~lightning_sym.layers.PolyphasePool`.
         image_size: Alias of ``grid``, to which recipes link the shape of the data.
+        group: Group of ``gconv`` pathways: ``p4``, shifts and quarter turns, or ``p4m``, also reflections.
 
     Raises:
         ValueError: If an argument is out of range, or ``grid`` and ``image_size`` differ.
@@ -125,18 +127,20 @@ class RelaxedNetwork(_SequentialNetwork):
         learn_lengthscale: bool = False,
         pool_norm: Literal["max", "l2"] = "max",
         image_size: int | tuple[int, int] | None = None,
+        group: PlaneGroup = "p4",
     ) -> None:
         super().__init__()
         check_integers(width=width, in_channels=in_channels, num_classes=num_classes)
         if not (math.isfinite(relaxed_gain) and relaxed_gain > 0):
             raise ValueError(f"relaxed_gain of RelaxedNetwork must be a finite number > 0, got {relaxed_gain}.")
+        check_known("group of RelaxedNetwork", group, ORDERS)
         sides = _grid(grid, image_size)
         scheme = _scheme(min(sides))
         offered = [_path_names(kinds) for kinds in _offered(paths, len(scheme))]
-        lifted = 4 if any("gconv" in _families(names) for names in offered) else 1
+        lifted = ORDERS[group] if any("gconv" in _families(names) for names in offered) else 1
         if lifted > 1 and any({"c4", "d4"} & set(names.values()) for names in offered):
             raise ValueError(
-                "Paths c4 and d4 of RelaxedNetwork turn images, but with gconv features turn on p4; use either."
+                "Paths c4 and d4 of RelaxedNetwork turn images, but with gconv features turn on a group; use either."
             )
         learned = {"learn_positions": learn_positions, "learn_lengthscale": learn_lengthscale}
 
@@ -150,15 +154,15 @@ class RelaxedNetwork(_SequentialNetwork):
                 "sconv": lambda: SparseConv(*flat, kernel_size, anchors, **learned),
                 "c4": lambda: EquivariantLinear(*flat, grid_action("c4", before), grid_action("c4", after), after),
                 "d4": lambda: EquivariantLinear(*flat, grid_action("d4", before), grid_action("d4", after), after),
-                "gconv": lambda: GroupConv(*channels, "pointwise", kernel_size),
-                "gconv_full": lambda: GroupConv(*channels, "full", kernel_size),
-                "gconv_separable": lambda: GroupConv(*channels, "separable", kernel_size),
-                "gconv_depthwise_separable": lambda: GroupConv(*channels, "depthwise_separable", kernel_size),
+                "gconv": lambda: GroupConv(*channels, "pointwise", kernel_size, group),
+                "gconv_full": lambda: GroupConv(*channels, "full", kernel_size, group),
+                "gconv_separable": lambda: GroupConv(*channels, "separable", kernel_size, group),
+                "gconv_depthwise_separable": lambda: GroupConv(*channels, "depthwise_separable", kernel_size, group),
             }
             return layers[kind]()
 
         if lifted > 1:
-            self.lift = GroupLift()
+            self.lift = GroupLift(group)
         channels, depth = in_channels, 0
         for depth, ((factor, halved), names) in enumerate(zip(scheme, offered, strict=True), 1):
             after = (sides[0] // 2, sides[1] // 2) if halved else sides
@@ -175,7 +179,7 @@ class RelaxedNetwork(_SequentialNetwork):
         if max(sides) > 1:
             self.mean = nn.AvgPool2d(sides)
         if lifted > 1:
-            self.group_max = GroupMax()
+            self.group_max = GroupMax(group)
         self.flatten = nn.Flatten()
         self.hidden = nn.Linear(channels, 4 * channels)
         self.add_module(f"activation{depth}", make_activation(activation))

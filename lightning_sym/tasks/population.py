@@ -156,6 +156,18 @@ class PopulationTask(PopulationInterface):
         """
         return generator(name, number, self._draw(batch_idx, per_process))
 
+    def global_batch(self, size: int) -> tuple[int, slice]:
+        """Return the size of the batch of all processes that share out the data, and this one's places in it.
+
+        What is drawn for all of it by :meth:`step_generator` without ``per_process`` is then one process's.
+
+        Args:
+            size: Size of this process's batch.
+        """
+        shared = self._trainer is not None and not self.member_parallel
+        count, rank = (self.trainer.world_size, self.global_rank) if shared else (1, 0)
+        return count * size, slice(rank * size, (rank + 1) * size)
+
     # ---- members and their placement
 
     @property

@@ -104,12 +104,13 @@ class VariedZooTask(ZooTask):
     def training_batch(self, batch: Any, batch_idx: int) -> tuple[Tensor, Any]:
         """Replace some labels by random ones."""
         inputs, targets = super().training_batch(batch, batch_idx)
-        classes, shape = self.trainer.datamodule.num_classes, targets.shape[1:]  # type: ignore[attr-defined]
+        total, own = self.global_batch(targets.shape[1])
+        classes, shape = self.trainer.datamodule.num_classes, (total, *targets.shape[2:])  # type: ignore[attr-defined]
         rows = []
         for number in self.population.numbers:
-            random = self.step_generator("label noise", number, batch_idx)
+            random = self.step_generator("label noise", number, batch_idx, per_process=False)
             replaced = torch.rand(shape, generator=random) < self._drawn[number]["label_noise"]
-            rows.append(torch.randint(classes, shape, generator=random).where(replaced, -1))
+            rows.append(torch.randint(classes, shape, generator=random).where(replaced, -1)[own])
         noise = torch.stack(rows).to(targets.device, non_blocking=True)
         return inputs, torch.where(noise < 0, targets, noise)
 

@@ -221,7 +221,11 @@ class WeightRegressionTask(PopulationTask):
         rows = list(inputs)
         for index, number in enumerate(self.population.numbers):
             if self.arm_of(number) == "orbit":
-                rows[index] = self.moved(rows[index], self.step_generator("orbit", number, batch_idx))
+                random = self.step_generator("orbit", number, batch_idx, per_process=False)
+                _, own = self.global_batch(len(rows[index]))
+                for _ in range(own.start):  # the points of other processes
+                    self.space.symmetry.sample(random, scale=self.scale)
+                rows[index] = self.moved(rows[index], random)
         return torch.stack(rows), targets
 
     def summary(self, split: str, running: ByMember, values: Rows) -> dict[str, float]:

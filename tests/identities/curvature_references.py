@@ -59,9 +59,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sparse": (lambda: SparseConv(2, 3), (2, *GRID)),
     "sparse, learned": (lambda: SparseConv(2, 3, learn_positions=True, learn_lengthscale=True), (2, *GRID)),
     "sparse factored": (lambda: SparseFactoredFullyConnected(3, 2, (2, 3), (2, 2)), (3, 2, 3)),
-    **{f"p4 {kind}": (lambda kind=kind: GroupConv(2, 3, kind),
-        (2 if kind == "lifting" else 8, *GRID)) for kind in ("lifting", "full", "pointwise", "separable",
-        "depthwise_separable")},
+    **{f"{group} {kind}": (lambda kind=kind, group=group: GroupConv(2, 3, kind, group=group),
+        (2 if kind == "lifting" else 2 * order, *GRID)) for group, order in (("p4", 4), ("p4m", 8))
+        for kind in ("lifting", "full", "pointwise", "separable", "depthwise_separable")},
 }  # fmt: skip
 
 

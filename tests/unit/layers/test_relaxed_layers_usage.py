@@ -312,6 +312,6 @@ def test_descriptions():
     assert repr(FullyConnected(2, 3, 4, (2, 1))) == "FullyConnected(2, 3, grid=(4, 4), out_grid=(2, 1))"
     assert repr(SparseConv(2, 3)) == "SparseConv(2, 3, kernel_size=3, anchors=5)"
     assert "anchors=8, out_anchors=2" in repr(SparseFactoredFullyConnected(2, 3, 4, 2))
-    assert repr(GroupConv(2, 3, "full")) == "GroupConv(2, 3, kind='full', kernel_size=3)"
+    assert repr(GroupConv(2, 3, "full")) == "GroupConv(2, 3, kind='full', kernel_size=3, group='p4')"
     assert repr(PolyphasePool()) == "PolyphasePool(norm='max', groups=1)"
     assert "scale=0.333333" in repr(ResidualPathways(nn.Identity(), nn.Identity(), nn.Identity()))

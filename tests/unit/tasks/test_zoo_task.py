@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 from pytorch_lightning import Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
@@ -203,6 +204,25 @@ def test_members_that_saw_nothing_have_no_metrics():
     assert found["loss"].isnan().tolist() == [False, True, False]
     assert found["loss"][2].item() == pytest.approx(math.log(1 + math.e))
     assert found["confusion"].tolist() == [[0.0, 0.0], [0.5, 0.5]]
+
+
+def test_metrics_of_members_are_those_of_torchmetrics():
+    """Two batches of unequal size; a rank with two of three members; a class that does not occur."""
+    random = torch.Generator().manual_seed(0)
+    metric, rows = PopulationClassification(3, 5), torch.tensor([2, 0])
+    accuracies = [MulticlassAccuracy(5, average="micro") for _ in rows]
+    confusion = MulticlassConfusionMatrix(5, normalize=None)
+    for size in (7, 30):
+        outputs, labels = torch.randn(2, size, 5, generator=random), torch.randint(4, (size,), generator=random)
+        metric.update(rows, outputs, labels)
+        for own, logits in zip(accuracies, outputs, strict=True):
+            own.update(logits, labels)
+            confusion.update(logits, labels)
+    found, counts = metric.compute(), confusion.compute().double()
+    theirs = torch.stack([own.compute() for own in accuracies]).double()
+    torch.testing.assert_close(found["accuracy"][rows], theirs, atol=1e-7, rtol=0)  # they divide in float32
+    assert counts.sum() == 2 * 37
+    assert torch.equal(found["confusion"], counts / counts.sum(1, keepdim=True).clamp(min=1))
 
 
 def test_the_confusion_of_many_classes_is_left_out():
