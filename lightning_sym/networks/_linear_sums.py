@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 
-class LinearSumBasicBlock(BasicBlock):
+class LinearSumBasicBlock(BasicBlock):  # type: ignore[misc]
     """Two convolutions and a shortcut; returns their sum."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ class LinearSumBasicBlock(BasicBlock):
         return branch + _shortcut(self, x)
 
 
-class LinearSumBottleneck(Bottleneck):
+class LinearSumBottleneck(Bottleneck):  # type: ignore[misc]
     """Three convolutions and a shortcut; returns their sum."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate
 
 from lightning_sym._random import generator
 from lightning_sym.callbacks import DissectionReport
+from lightning_sym.cli.summary import trained
 from lightning_sym.datamodules import ConceptBatch, ConceptsDataModule
 from lightning_sym.dissection import Geodesic, dissect, random_rotation
 from lightning_sym.networks import ResidualCNN
@@ -251,6 +252,10 @@ def test_images_without_classes_have_no_selectivity():
     (found,) = dissected(network(0), torch.eye(6)[None], batches)
     assert found.summary.selectivity.isnan().all()
     assert found.summary.kurtosis[found.summary.live].isfinite().all()
+
+
+def test_the_lines_at_the_start_of_a_run_name_the_task():
+    assert trained(DissectionTask({"a": "b"})) == "DissectionTask: 1 trained parameter (DissectionTask)"
 
 
 @pytest.mark.parametrize(
