@@ -4,6 +4,7 @@ from typing import Any
 
 from pytorch_lightning import Trainer
 
+from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.reports import RunResults
@@ -22,26 +23,47 @@ class DissectionReport(RunReport):
     - ``summary``: means over members in each basis
     - ``bases``: the quantities of each network and basis
     - ``units``: the concept of each unit in the network's own basis
-    - ``dissection.png`` (in TensorBoard under ``figures/DissectionReport``)
+    - ``concepts``, ``categories``: how many units detect each concept, and a concept of each category
+    - ``dissection.png``, ``categories.png``; for each zoo ``concepts-<zoo>.png`` and ``best-units-<zoo>.png``, the
+      units with the largest overlaps in three bases of its first member, with images and active pixels (in
+      TensorBoard under ``figures/DissectionReport``)
 
     The changes are logged as ``dissection/<zoo>/change_of_<quantity>``. A table is printed.
 
     Args:
+        best_units: Units of each basis in ``best-units-<zoo>.png``, >= 0; 0 for no such figure.
+        best_images: Images of each of these units, >= 1.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, figures 3 and 18 to 25.
     """
 
-    needs = ("zoos", "sites", "dissect_all", "numbers", "alphas", "top", "least", "basis_seed")
+    needs = ("zoos", "sites", "dissect_all", "best_units", "members_of", "alphas", "top", "least", "basis_seed")
     example = "DissectionTask"
     data_type = InputDataModule
 
+    def __init__(self, best_units: int = 4, best_images: int = 4, dirpath: str | None = None) -> None:
+        super().__init__(dirpath)
+        check_integers(0, best_units=best_units)
+        check_integers(best_images=best_images)
+        self.best_units, self.best_images = best_units, best_images
+
     def measure(self, trainer: Trainer, task: DissectionTask, data: Any) -> Any:
-        """Dissect all networks in all bases."""
+        """Dissect all networks in all bases, and find the best units with their strongest images."""
+        device = trainer.strategy.root_device
         with self.progress(trainer, "dissecting") as progress:
-            return task.dissect_all(data, trainer.strategy.root_device, progress)
+            found = task.dissect_all(data, device, progress)
+        if not self.best_units:
+            return found, []
+        return found, task.best_units(data, device, units=self.best_units, images=self.best_images)
 
     def report(self, trainer: Trainer, task: DissectionTask, data: Any, measured: Any) -> RunResults:
         """Return the tables and the figure."""
-        members = {name: task.numbers(name) for name in task.zoos}
+        members = {name: task.members_of(name) for name in task.zoos}
         about = {
             "zoos": {
                 name: {
@@ -58,4 +80,4 @@ class DissectionReport(RunReport):
             **self.source(data),
         }
         title = f"{counted(len(members), 'zoo')}, {counted(max(map(len, members.values())), 'member')}"
-        return dissection_results(measured, data.concepts, least=task.least, title=title, about=about)
+        return dissection_results(*measured, concepts=data.concepts, least=task.least, title=title, about=about)

@@ -43,6 +43,8 @@ class BrodenDataModule(InputDataModule):
         std: Standard deviation of each channel, same units; default ImageNet's.
 
     Attributes:
+        mean: As given, a list.
+        std: As given, a list.
         concepts: The concepts, in the order of the masks; available after ``setup``.
         concept_classes: 0: the images have no classes.
 
@@ -80,7 +82,7 @@ class BrodenDataModule(InputDataModule):
         self._root = Path(root).expanduser().absolute()
         self._categories, self._split, self._max_samples = categories, split, max_samples
         self._batch_size = eval_batch_size
-        self._statistics = tuple(mean), tuple(std)
+        self.mean, self.std = list(mean), list(std)
         self._rows: list[dict[str, str]] = []
         self._places: dict[str, dict[int, int]] = {}  # by category and number: the concept's index
 
@@ -164,7 +166,7 @@ class BrodenDataModule(InputDataModule):
             images = torch.stack([self._image(row["image"]) for row in rows]).to(device)
             found = [self._annotation(row) for row in rows]
             masks, annotated = (torch.stack(part).to(device) for part in zip(*found, strict=True))
-            return ConceptBatch(normalised(images, normalisation(*self._statistics, images)), masks, annotated, None)
+            return ConceptBatch(normalised(images, normalisation(self.mean, self.std, images)), masks, annotated, None)
 
         return ConceptLoader(len(self._rows), self._batch_size, make, **place)
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
@@ -29,6 +30,8 @@ from lightning_sym.figures.cards import CARD
 from lightning_sym.networks import Network
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import rebuild_manifest, write_member
+
+BRODEN = ("object", "part", "scene", "material", "texture", "color")  # categories of its concepts
 
 # ---- cases
 
@@ -270,6 +273,37 @@ def write_zoo(folder: Path, networks: Sequence[Network], data: Any, accuracies: 
         record = {"architecture": network.architecture, "data": data.identity(), "metrics": metrics}
         write_member(folder, number, state, **record)
     rebuild_manifest(folder)
+    return folder
+
+
+def write_broden(folder: Path, images: int = 6, side: int = 64) -> Path:
+    """Write random images with masks of half their side in the format of Broden, with all six of its categories."""
+    rng, mask = np.random.default_rng(0), side // 2
+    (folder / "images").mkdir(parents=True)
+
+    def write(name: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        with (folder / name).open("w", newline="") as file:
+            csv.writer(file).writerows([columns, *rows])
+
+    numbers = {category: range(10 * place + 1, 10 * place + 6) for place, category in enumerate(BRODEN)}
+    write("category.csv", ["name"], [[category] for category in BRODEN])
+    for category, own in numbers.items():
+        write(f"c_{category}.csv", ["number", "name"], [[number, f"{category} {number}"] for number in own])
+    rows = []
+    for image in range(images):
+        pixels = np.kron(rng.integers(0, 256, (4, 4, 3)), np.ones((side // 4, side // 4, 1)))
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"images/{image}.jpg")
+        row: list[object] = [f"{image}.jpg", ("train", "val")[image % 2], mask, mask]
+        for category, own in numbers.items():
+            if category in ("scene", "texture"):  # of whole images
+                row.append(int(rng.choice(own)))
+                continue
+            labels = np.kron(rng.choice([0, *own], (2, 2)), np.ones((mask // 2, mask // 2)))
+            encoded = np.stack([labels % 256, labels // 256, 0 * labels], -1).astype(np.uint8)
+            Image.fromarray(encoded).save(folder / f"images/{image}_{category}.png")
+            row.append(f"{image}_{category}.png")
+        rows.append(row)
+    write("index.csv", ["image", "split", "sh", "sw", *BRODEN], rows)
     return folder
 
 

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from gelu_homogeneity import exchange_error, limit_of_slope
 from torch import Tensor
 
 from lightning_sym.networks import MyrtleCNN, Network, ResidualCNN, make_activation
@@ -118,6 +119,30 @@ def _vanishes(quantity: Quantity) -> Verdict:
 def _remains(quantity: Quantity) -> Verdict:
     least = min(quantity.values)
     return Verdict("agrees" if least > _PLAIN else "disagrees", f"{quantity.label}: at least {short(least)}")
+
+
+# ---- figure 17
+
+
+_SCALES = (0.25, 0.5, 0.75, 2.0, 4.0, 100.0)
+
+
+def _gelu(runs: Mapping[str, Path]) -> Sequence[Quantity]:
+    errors = dict(zip(_SCALES, exchange_error(_SCALES).tolist(), strict=True))
+    return [
+        *(
+            Quantity(f"error of exchanging GELU and a scale, {t:g}", (error,), "1", "exact")
+            for t, error in errors.items()
+        ),
+        Quantity("error over the scale, 100", (errors[100.0] / 100.0,), "1", "exact"),
+        Quantity("distance of GELU from ReLU", (limit_of_slope(),), "1", "exact"),
+    ]
+
+
+def _slope(q: Mapping[str, Quantity]) -> Verdict:
+    """Say whether the error over a large scale is the paper's slope, to its digits."""
+    ours, paper = q["error over the scale, 100"].mean, 0.1267
+    return Verdict("agrees" if abs(ours - paper) < 2e-3 else "disagrees", f"at t = 100: {ours:.4f}", f"{ours:.4f}")
 
 
 # ---- stitching
@@ -848,6 +873,27 @@ RESULTS = (
         remark=(
             "Random weights and elements in double precision. Matrices outside a group are a scale, a flip "
             "and a rotation of two units."
+        ),
+        sizes=("",),
+        as_published=True,
+    ),
+    Result(
+        "gelu-homogeneity",
+        "intertwiners",
+        "figure 17, appendix E.2.1",
+        "The error of exchanging GELU and a scale",
+        _gelu,
+        (
+            Claim(
+                "GELU is close to homogeneous, but not homogeneous.",
+                "a figure",
+                lambda q: _remains(q["error of exchanging GELU and a scale, 0.5"]),
+            ),
+            Claim("The error is asymptotically linear in the scale, with this slope.", "0.1267", _slope),
+        ),
+        remark=(
+            "`python examples/gelu_homogeneity.py` draws the figure. The root-mean-square error for a standard normal "
+            "input is integrated; the paper samples it."
         ),
         sizes=("",),
         as_published=True,

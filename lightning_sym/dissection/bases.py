@@ -1,6 +1,7 @@
 """Rotated bases of a layer's channels, on the shortest path from the network's basis."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from scipy.linalg import schur
@@ -116,6 +117,20 @@ def _planes(form: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
             angles.append(angle)
     first, second = torch.tensor(planes, dtype=torch.int64).reshape(-1, 2).T
     return (first, second), torch.tensor(angles, dtype=torch.float64)
+
+
+def three_places(alphas: Iterable[float]) -> tuple[float, ...]:
+    """Return beginning and end of the path, and the place nearest to its middle, in order.
+
+    Args:
+        alphas: Places on the path, 0 and 1 among them.
+
+    Example:
+        >>> three_places([0.0, 0.2, 0.4, 1.0])
+        (0.0, 0.4, 1.0)
+    """
+    middle = min(alphas, key=lambda alpha: (abs(alpha - 0.5), alpha))
+    return tuple(sorted({0.0, middle, 1.0}))
 
 
 def random_rotation(channels: int, generator: torch.Generator | None = None) -> Tensor:

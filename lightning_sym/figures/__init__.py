@@ -4,6 +4,7 @@ from lightning_sym.figures._equivalence import FoundPoint, Scale
 from lightning_sym.figures.cards import cards
 from lightning_sym.figures.curve import CurvePlane, contour_levels, curve_planes
 from lightning_sym.figures.declared import Chart, Marks, Panel, epoch_panel
+from lightning_sym.figures.dissection import Strip, unit_images
 from lightning_sym.figures.equivalence_planes import class_stack_figure, log_contour, loss_surface, planes_beside
 from lightning_sym.figures.equivalence_sets import (
     betti_curve,
@@ -27,6 +28,7 @@ __all__ = [
     "Marks",
     "Panel",
     "Scale",
+    "Strip",
     "betti_curve",
     "cards",
     "check_figure_files",
@@ -49,5 +51,6 @@ __all__ = [
     "readable_names",
     "search_curves",
     "similarity_maps",
+    "unit_images",
     "write_figure",
 ]

@@ -21,7 +21,7 @@ from lightning_sym.networks.multilayer_perceptron import MultiLayerPerceptron
 from lightning_sym.networks.myrtle import MyrtleCNN
 from lightning_sym.networks.narrowing import narrowed
 from lightning_sym.networks.relaxed import RelaxedNetwork
-from lightning_sym.networks.torchvision_network import TorchvisionNetwork
+from lightning_sym.networks.torchvision_network import LinearSumsResNet, TorchvisionNetwork
 from lightning_sym.networks.vision_transformer import VisionTransformer
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Gaussian",
     "IdentityActivation",
     "LeNet5",
+    "LinearSumsResNet",
     "MultiLayerPerceptron",
     "MyrtleCNN",
     "Network",

@@ -1,4 +1,4 @@
-"""The classification networks of torchvision by name."""
+"""The classification networks of torchvision by name, and residual ones without ReLU after the sums."""
 
 import torch
 from torch import nn
@@ -48,6 +48,42 @@ class TorchvisionNetwork(_ModuleHolder):
             _replace_first_convolution(module, in_channels)
         _check_takes(module, model, (in_channels, *size))
         super().__init__(module)
+
+
+class LinearSumsResNet(TorchvisionNetwork):
+    """A residual network of torchvision without the ReLU after each residual sum.
+
+    Parameters and their names are those of the network with all activations, so that its weights load into both; but
+    weights of one make no useful network of the other. The residual outputs are the outputs of the blocks, for
+    example of ``module.layer4.2``; they are no sites, which are outputs of activations.
+
+    Args:
+        model: Name of a network with residual blocks ``BasicBlock`` or ``Bottleneck``, for example ``resnet50``.
+        in_channels: See :class:`TorchvisionNetwork`.
+        image_size: See there.
+        num_classes: See there.
+
+    Raises:
+        ValueError: If the network has no such blocks, or as for :class:`TorchvisionNetwork`.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, section 6 and appendix F.3.
+    """
+
+    def __init__(
+        self,
+        model: str = "resnet50",
+        in_channels: int = 3,
+        image_size: int | tuple[int, int] = 224,
+        num_classes: int = 10,
+    ) -> None:
+        from lightning_sym.networks._linear_sums import leave_out_last_activations
+
+        super().__init__(model, in_channels, image_size, num_classes)
+        if not leave_out_last_activations(self.module):
+            raise ValueError(
+                f"{model} has no residual blocks of torchvision's ResNet; choose a ResNet such as resnet50."
+            )
 
 
 def _replace_first_convolution(module: nn.Module, in_channels: int) -> None:

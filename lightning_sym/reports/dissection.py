@@ -1,18 +1,21 @@
 """Concepts of single units, in the networks' own basis and in rotated ones."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich.table import Table
 from scipy.stats import t as student
 from torch import Tensor
 
 from lightning_sym._tags import tag
-from lightning_sym.dissection import BasisDissection
-from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.dissection import BasisDissection, StrongestImages, three_places
+from lightning_sym.figures import Chart, Marks, Panel, Strip, unit_images
 from lightning_sym.reports.cells import Row, finite, grouped, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
@@ -39,6 +42,7 @@ UNITS = {
     "class_variance": "fraction of the variance of an image's mean response that its class explains, mean over live "
     "units",
     "live": "units that are not constant",
+    "count": "units that detect the concept, or a concept of the category, mean over members",
     "change": "value at the end of the path less that at its beginning, mean over members",
     "low, high": "95 % interval for the mean over members, Student's t; each member has a rotation of its own",
 }
@@ -71,6 +75,31 @@ CHART = Chart(
     "Meaning of units in rotated bases: {title}",
 )
 
+CATEGORIES = Chart(
+    [
+        Panel(
+            [Marks("count", "alpha", ["category"], kind="area", label="{category}")],
+            "{zoo}",
+            r"$\alpha$: own basis ($0$) to a random one ($1$)",
+            "interpretable units",
+            by=["zoo"],
+            bottom=0,
+        )
+    ],
+    "Interpretable units by category of concept: {title}",
+    columns=3,
+    share="y",
+)
+_MOST_CONCEPTS = 40  # names in one panel; the table has all
+
+
+def _concepts_chart(rows: Sequence[Row]) -> Chart:
+    """Return the chart of the units of each concept of one network: a panel for each of three bases."""
+    names = len(unique(rows, "concept"))
+    bars = Marks("count", "concept", ["category"], kind="bars", label="{category}")
+    panel = Panel([bars], r"$\alpha = {alpha:g}$", ylabel="units", by=["alpha"], bottom=0, flat=True)
+    return Chart([panel], "Units of each concept: {title}", 3, (3.0, max(2.2, 0.8 + 0.17 * names)), share="x")
+
 
 class OneBasis(Protocol):
     """Dissection of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
@@ -100,6 +129,38 @@ class OneBasis(Protocol):
         """The dissection."""
 
 
+class OneUnit(Protocol):
+    """A unit with its strongest images; ``lightning_sym.tasks.dissection.BestUnit`` is one."""
+
+    @property
+    def zoo(self) -> str:
+        """Name of its zoo."""
+
+    @property
+    def member(self) -> int:
+        """Number of the member."""
+
+    @property
+    def alpha(self) -> float:
+        """Place on the path."""
+
+    @property
+    def unit(self) -> int:
+        """Its index."""
+
+    @property
+    def concept(self) -> int:
+        """Index of its concept."""
+
+    @property
+    def overlap(self) -> float:
+        """Intersection over union with the concept."""
+
+    @property
+    def strongest(self) -> StrongestImages:
+        """Images with values in [0, 1], and the active pixels in them."""
+
+
 class MeanInterval(NamedTuple):
     """A mean over members, and the 95 % interval for it; NaN where there is none."""
 
@@ -127,12 +188,19 @@ def mean_interval(values: ArrayLike, level: float = 0.95) -> MeanInterval:
 
 
 def dissection_results(
-    results: Sequence[OneBasis], concepts: Sequence[Any], *, least: float, title: str, about: Mapping[str, Any]
+    results: Sequence[OneBasis],
+    best: Sequence[OneUnit],
+    *,
+    concepts: Sequence[Any],
+    least: float,
+    title: str,
+    about: Mapping[str, Any],
 ) -> RunResults:
     """Report the concepts of single units, in the networks' own basis and in rotated ones.
 
     Args:
         results: One for each network and basis.
+        best: Units with their strongest images, to be drawn.
         concepts: Names and categories of the concepts.
         least: Threshold of the overlap.
         title: For tables and figures.
@@ -140,6 +208,8 @@ def dissection_results(
     """
     rows = basis_rows(results, least)
     summary, changes = summary_rows(rows), change_rows(rows)
+    by_concept = concept_rows(results, concepts, least)
+    by_category = category_rows(by_concept)
     what = "what units detect, "
     numbers = {
         tag("dissection", row["zoo"], f"change_of_{row['quantity']}"): row["change"]
@@ -158,8 +228,10 @@ def dissection_results(
             ResultTable("summary", what + "mean over members", summary, UNITS, about),
             ResultTable("bases", what + "of each network in each basis", rows, UNITS, about),
             ResultTable("units", what + "unit by unit, unrotated", unit_rows(results, concepts, least), UNITS, about),
+            ResultTable("concepts", "units of each concept, mean over members", by_concept, UNITS, about),
+            ResultTable("categories", "units of each category, mean over members", by_category, UNITS, about),
         ],
-        CHART.named("dissection", summary, title),
+        _figures(summary, by_category, by_concept, best, concepts, title),
         numbers=numbers,
         shown=_shown(summary, changes, title),
         notes=notes,
@@ -216,6 +288,79 @@ def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float
                 }
             )
     return rows
+
+
+def concept_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
+    """Return the number of units that detect each concept, mean over the trained members of a zoo, on their paths.
+
+    Concepts are those that a unit of the zoo detects at some place; categories without any have none.
+    """
+    rows = []
+    own = [one for one in results if (one.network, one.basis) == ("trained", "rotation")]
+    for zoo in dict.fromkeys(one.zoo for one in own):
+        counts: dict[float, list[Tensor]] = {}
+        for one in (one for one in own if one.zoo == zoo):
+            detected = one.found.detectors(least)
+            count = detected.concept[detected.detects].bincount(minlength=len(concepts))
+            counts.setdefault(one.alpha, []).append(count)
+        means = {alpha: torch.stack(found).double().mean(0) for alpha, found in counts.items()}
+        known = torch.stack(list(means.values())).any(0).nonzero()[:, 0].tolist()
+        for alpha, mean in means.items():
+            for concept in known:
+                name, category = concepts[concept]
+                key = {"zoo": zoo, "alpha": alpha, "category": category, "concept": name}
+                rows.append({**key, "members": len(counts[alpha]), "count": float(mean[concept])})
+    return rows
+
+
+def category_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the number of interpretable units by category of their concepts.
+
+    Args:
+        rows: Rows of :func:`concept_rows`.
+    """
+    return [
+        {**key, "members": own[0]["members"], "count": sum(row["count"] for row in own)}
+        for key, own in grouped(rows, "zoo", "alpha", "category")
+    ]
+
+
+def _figures(
+    summary: Sequence[Row],
+    by_category: Sequence[Row],
+    by_concept: Sequence[Row],
+    best: Sequence[OneUnit],
+    concepts: Sequence[Any],
+    title: str,
+) -> Iterator[tuple[str, Figure]]:
+    yield from CHART.named("dissection", summary, title)
+    yield from CATEGORIES.named("categories", by_category, title)
+    for zoo in unique(by_concept, "zoo"):
+        own = [row for row in by_concept if row["zoo"] == zoo]
+        places = three_places(row["alpha"] for row in own)
+        own = [row for row in own if row["alpha"] in places]
+        totals = {key["concept"]: sum(row["count"] for row in rows) for key, rows in grouped(own, "concept")}
+        most = sorted(totals, key=lambda concept: -totals[concept])[:_MOST_CONCEPTS]
+        drawn = [row for row in own if row["concept"] in most]
+        left_out = f", the {len(most)} most frequent of {len(totals)}" if len(most) < len(totals) else ""
+        yield from _concepts_chart(drawn).named(f"concepts-{_file_name(zoo)}", drawn, zoo + left_out)
+    for zoo in dict.fromkeys(one.zoo for one in best):
+        of_zoo = [one for one in best if one.zoo == zoo]
+        columns = [[_strip(one, concepts) for one in of_zoo if one.alpha == alpha]
+                   for alpha in dict.fromkeys(one.alpha for one in of_zoo)]  # fmt: skip
+        heading = f"Units with the largest overlaps, and their strongest images: {zoo}, member {of_zoo[0].member}"
+        yield f"best-units-{_file_name(zoo)}", unit_images(columns, title=heading)
+
+
+def _strip(one: OneUnit, concepts: Sequence[Any]) -> Strip:
+    """Return the images of a unit below its concept."""
+    place = f"\N{GREEK SMALL LETTER ALPHA} = {one.alpha:g}, unit {one.unit}"
+    title = f"{place}\n{concepts[one.concept][0]} {one.overlap:.2f}"
+    return Strip(title, one.strongest.images.numpy(), one.strongest.active.numpy())
+
+
+def _file_name(zoo: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", zoo)
 
 
 def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:

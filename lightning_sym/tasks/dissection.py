@@ -1,18 +1,27 @@
 """Dissection of the members of zoos: concepts of single units, in the network's basis and in rotated ones."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator
-from lightning_sym.dissection import BasisDissection, Geodesic, dissect, random_permutation_matrix, random_rotation
-from lightning_sym.networks import Network
+from lightning_sym.dissection import (
+    BasisDissection,
+    Geodesic,
+    StrongestImages,
+    dissect,
+    random_permutation_matrix,
+    random_rotation,
+    strongest_images,
+    three_places,
+)
 from lightning_sym.networks.base import site_name
+from lightning_sym.similarity import features_of
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
@@ -32,6 +41,14 @@ class ConceptData(Protocol):
     @property
     def concept_classes(self) -> int:
         """Number of classes of the images; 0 if they have none."""
+
+    @property
+    def mean(self) -> Sequence[float] | None:
+        """Mean of each channel that was subtracted, in units of pixel values in [0, 1]; None for none."""
+
+    @property
+    def std(self) -> Sequence[float] | None:
+        """Standard deviation of each channel that divides, same units; None for none."""
 
     def concept_dataloader(self) -> Any:
         """Return batches with images, masks, annotated and labels; ``total`` says how many images there are."""
@@ -58,6 +75,29 @@ class Dissected:
     found: BasisDissection
 
 
+@dataclass(frozen=True, eq=False)
+class BestUnit:
+    """A unit with a large overlap, and the images to which it responds most.
+
+    Attributes:
+        zoo: Name of its zoo.
+        member: The member's number.
+        alpha: Where on the path to a rotation.
+        unit: Its index.
+        concept: Index of the concept with the largest overlap.
+        overlap: Intersection over union with that concept.
+        strongest: Images, not normalised, with values in [0, 1], and the active pixels in them.
+    """
+
+    zoo: str
+    member: int
+    alpha: float
+    unit: int
+    concept: int
+    overlap: float
+    strongest: StrongestImages
+
+
 class DissectionTask(UntrainedTask):
     r"""Count the concepts that single units detect, in the networks' own basis and on paths to random ones.
 
@@ -73,7 +113,8 @@ class DissectionTask(UntrainedTask):
 
     Args:
         zoos: Folders of zoos, by their names in tables and figures.
-        site: Name of the module whose output is dissected, maps of activations; default the last activation.
+        site: Name of the module whose output is dissected, maps of activations; or names by the name of the zoo.
+            Default the last activation; it need not be an activation.
         members: How many members of each zoo, the first ones, >= 1; None for all.
         alphas: Points of the path, in [0, 1], 0 and 1 among them; default 0, 0.1, ..., 1.
         top: Fraction of a unit's activations above its threshold, in (0, 1); 0.005 is that of network dissection.
@@ -102,7 +143,7 @@ class DissectionTask(UntrainedTask):
     def __init__(
         self,
         zoos: dict[str, str],
-        site: str | None = None,
+        site: str | dict[str, str] | None = None,
         members: int | None = None,
         alphas: list[float] | None = None,
         top: float = 0.005,
@@ -114,6 +155,8 @@ class DissectionTask(UntrainedTask):
         super().__init__()
         if not isinstance(zoos, Mapping) or not zoos:
             raise ValueError(f"zoos must be folders of zoos by their names, as {{relu: runs/zoo/zoo}}, got {zoos!r}.")
+        for name in site if isinstance(site, Mapping) else ():
+            check_known("zoo", name, list(zoos))
         check_integers(optional=True, members=members)
         points = ALPHAS if alphas is None else tuple(alphas)
         for alpha in points:
@@ -139,7 +182,9 @@ class DissectionTask(UntrainedTask):
         """
         data = getattr(self.trainer, "datamodule", None)
         if missing := [
-            name for name in ("concepts", "concept_classes", "concept_dataloader") if not hasattr(data, name)
+            name
+            for name in ("concepts", "concept_classes", "concept_dataloader", "mean", "std")
+            if not hasattr(data, name)
         ]:
             raise TypeError(
                 f"DissectionTask needs data with masks of concepts, and {type(data).__name__} has no "
@@ -150,13 +195,15 @@ class DissectionTask(UntrainedTask):
         for name, zoo in self.zoos.items():
             network = zoo.load(zoo.numbers[0])
             sites = network.sites()
-            self.sites[name] = sites[-1] if self.site is None else site_name(self.site, sites)
-            network.cuts([self.sites[name]])  # raises if there is no such site
+            site = self.site.get(name) if isinstance(self.site, Mapping) else self.site
+            known = dict.fromkeys([*sites, *filter(None, dict(network.named_modules()))])
+            self.sites[name] = sites[-1] if site is None else site_name(site, list(known))
+            check_known("site", self.sites[name], list(known))
             check_data(zoo, zoo.numbers[0], data, trial=True)
 
     # ---- dissection
 
-    def numbers(self, name: str) -> list[int]:
+    def members_of(self, name: str) -> list[int]:
         """Return the numbers of the members of a zoo that are dissected."""
         return self.zoos[name].numbers[: self.members]
 
@@ -173,7 +220,7 @@ class DissectionTask(UntrainedTask):
         jobs = [
             (name, number, network)
             for name in self.zoos
-            for number in self.numbers(name)
+            for number in self.members_of(name)
             for network in (("trained", "untrained") if self.controls else ("trained",))
         ]
         self.results = []
@@ -186,7 +233,7 @@ class DissectionTask(UntrainedTask):
                 symmetries[name] = trace_symmetry(network, example)
             if kind == "untrained":
                 network = network.fresh(number)
-            channels = symmetries[name].taps[site].shape[1] if self.controls else _channels(network, site, example)
+            channels = features_of(network, [site], example)[site].shape[1]
             bases = self._bases(number, kind, channels, symmetries.get(name), site)
             loader = data.concept_dataloader()
             found = dissect(
@@ -208,6 +255,56 @@ class DissectionTask(UntrainedTask):
                 progress(done + 1, len(jobs))
         return self.results
 
+    def best_units(self, data: ConceptData, device: torch.device, *, units: int, images: int) -> list[BestUnit]:
+        """Find the units with the largest overlaps in three bases, and the images to which they respond most.
+
+        Call it on every process, after :meth:`dissect_all`.
+
+        Args:
+            data: The images that :meth:`dissect_all` was given.
+            device: Where networks are run.
+            units: Units of each basis, >= 1; of equal overlaps the first ones.
+            images: Images of each unit, >= 1.
+
+        Returns:
+            Units of the first member of each zoo, in its own basis, at the point of the path nearest to its middle, and
+            at its end, the largest overlap of each basis first.
+
+        Raises:
+            ValueError: If ``units`` or ``images`` is below 1.
+        """
+        check_integers(units=units, images=images)
+        found = []
+        for name, zoo in self.zoos.items():
+            number, chosen = zoo.numbers[0], []
+            rotated = {
+                one.alpha: one.found
+                for one in self.results
+                if (one.zoo, one.member, one.network, one.basis) == (name, number, "trained", "rotation")
+            }
+            path = self._path(number, rotated[0.0].overlaps.shape[0])
+            for alpha in three_places(self.alphas):
+                detected = rotated[alpha].detectors(self.least)
+                order = detected.overlap.sort(descending=True, stable=True).indices[:units].tolist()
+                basis = path.at(alpha)
+                chosen += [(alpha, unit, detected, basis[unit], rotated[alpha].thresholds[unit]) for unit in order]
+            strongest = strongest_images(
+                zoo.load(number).to(device),
+                self.sites[name],
+                torch.stack([direction for *_, direction, _ in chosen]),
+                torch.stack([threshold for *_, threshold in chosen]),
+                (batch.images for batch in data.concept_dataloader()),
+                count=images,
+            )
+            for (alpha, unit, detected, _, _), own in zip(chosen, strongest, strict=True):
+                concept, overlap = int(detected.concept[unit]), float(detected.overlap[unit])
+                found.append(BestUnit(name, number, alpha, unit, concept, overlap, _shown(own, data)))
+        return found
+
+    def _path(self, number: int, channels: int) -> Geodesic:
+        """Return the path from the own basis of a member to its rotation."""
+        return Geodesic(random_rotation(channels, generator("dissection", "rotation", self.basis_seed, number)))
+
     def _bases(
         self, number: int, kind: str, channels: int, symmetry: Symmetry | None, site: str
     ) -> list[tuple[str, float, Tensor]]:
@@ -216,7 +313,7 @@ class DissectionTask(UntrainedTask):
         def source(what: str) -> torch.Generator:
             return generator("dissection", what, self.basis_seed, number)
 
-        rotation = Geodesic(random_rotation(channels, source("rotation")))
+        rotation = self._path(number, channels)
         bases = [("rotation", alpha, rotation.at(alpha)) for alpha in self.alphas]
         if symmetry is not None and kind == "trained":
             permutation = Geodesic(random_permutation_matrix(channels, source("permutation")))
@@ -225,12 +322,13 @@ class DissectionTask(UntrainedTask):
         return bases
 
 
-def _channels(network: Network, site: str, example: Tensor) -> int:
-    """Return the number of channels at a site."""
-    lower, _ = network.eval().split(site)
-    with torch.no_grad():
-        found = lower(example)
-    return int((found if isinstance(found, Tensor) else found[0]).shape[1])
+def _shown(strongest: StrongestImages, data: ConceptData) -> StrongestImages:
+    """Return the images with values in [0, 1], as they were before normalisation."""
+    images = strongest.images.float()
+    if data.mean is not None and data.std is not None:
+        mean, std = (torch.tensor(list(values)).view(-1, 1, 1) for values in (data.mean, data.std))
+        images = images * std + mean
+    return replace(strongest, images=images.clamp(0, 1))
 
 
 def group_matrix(symmetry: Symmetry, site: str, source: torch.Generator) -> Tensor:

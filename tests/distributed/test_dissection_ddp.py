@@ -4,10 +4,11 @@ import pytest
 import torch
 from helpers import read_rows, write_zoo
 from scenarios import load, outcome
+from torch import nn
 
 from lightning_sym.callbacks import DissectionReport
 from lightning_sym.datamodules import ConceptsDataModule
-from lightning_sym.dissection import ConceptOverlap, TopQuantile, UnitStatistics
+from lightning_sym.dissection import ConceptOverlap, TopQuantile, UnitStatistics, strongest_images
 from lightning_sym.networks import ResidualCNN
 from lightning_sym.tasks import DissectionTask
 
@@ -29,7 +30,10 @@ def dissected(images, announced):
     thresholds = quantile.compute()
     overlap = ConceptOverlap(thresholds, concepts=2)
     overlap.update(maps, masks, annotated)
-    return {"exact/thresholds": thresholds, "exact/overlaps": overlap.compute(), **statistics.compute()._asdict()}
+    strongest = strongest_images(nn.Identity(), "", torch.eye(3), thresholds, maps.split(2), count=4)
+    shown = {f"exact/images {unit}": one.images for unit, one in enumerate(strongest)}
+    exact = {"exact/thresholds": thresholds, "exact/overlaps": overlap.compute(), **shown}
+    return {**exact, **statistics.compute()._asdict()}
 
 
 def work(rank, world, folder):

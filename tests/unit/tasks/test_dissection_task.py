@@ -1,6 +1,7 @@
 """DissectionTask and DissectionReport: controls that must change nothing, and files that hold what was found."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -8,13 +9,16 @@ from fits import digits, fit
 from helpers import assert_refused, read_csv, read_rows, refused, write_zoo
 from matplotlib.image import imread
 from scipy.stats import ttest_1samp
+from torch.nn.functional import interpolate
 
 from lightning_sym._random import generator
 from lightning_sym.callbacks import DissectionReport
+from lightning_sym.cli.summary import trained
 from lightning_sym.datamodules import ConceptBatch, ConceptsDataModule
-from lightning_sym.dissection import dissect
+from lightning_sym.dissection import Geodesic, dissect, random_rotation
 from lightning_sym.networks import ResidualCNN
 from lightning_sym.reports.dissection import mean_interval
+from lightning_sym.similarity import features_of
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import DissectionTask
 from lightning_sym.tasks.dissection import group_matrix
@@ -118,11 +122,12 @@ def test_path_begins_at_the_networks_own_basis_and_members_have_rotations_of_the
 def test_files_hold_what_was_found(run):
     path, task, report = run
     folder = path / "results"
-    names = {
-        f"{name}.{kind}" for name in ("changes", "summary", "bases", "units", "numbers") for kind in ("csv", "json")
-    }
-    assert {file.name for file in folder.iterdir()} == {*names, "dissection.png"}
-    assert imread(folder / "dissection.png").std() > 0.01
+    tables = ("changes", "summary", "bases", "units", "concepts", "categories", "numbers")
+    names = {f"{name}.{kind}" for name in tables for kind in ("csv", "json")}
+    pictures = {"dissection.png", "categories.png", "concepts-small.png", "best-units-small.png"}
+    assert {file.name for file in folder.iterdir()} == {*names, *pictures}
+    for picture in pictures:
+        assert imread(folder / picture).std() > 0.01
     bases, changes, units = (read_rows(folder / name) for name in ("bases.json", "changes.json", "units.json"))
     assert len(bases) == len(read_csv(folder / "bases.csv")) == 3 * (6 + 3)
     for row, one in zip(bases, task.results, strict=True):
@@ -143,6 +148,61 @@ def test_files_hold_what_was_found(run):
             assert row["largest"] == 0
     assert len(units) == 3 * 6
     assert {row["concept"] for row in units} <= {concept.name for concept in ConceptsDataModule.concepts}
+
+
+def test_units_of_concepts_and_categories_sum_to_the_interpretable_ones(run):
+    path, task, _ = run
+    concepts, categories, summary = (
+        read_rows(path / f"results/{name}.json") for name in ("concepts", "categories", "summary")
+    )
+    category_of = dict(ConceptsDataModule.concepts)
+    for alpha in (0.0, 0.3, 1.0):
+        counts = Counter()
+        for one in of(task, network="trained", basis="rotation", alpha=alpha):
+            found = one.found.detectors(0.04)
+            counts.update(ConceptsDataModule.concepts[concept].name for concept in found.concept[found.detects])
+        rows = [row for row in concepts if row["alpha"] == alpha]
+        assert {row["concept"]: row["count"] for row in rows} == pytest.approx(
+            {row["concept"]: counts[row["concept"]] / 3 for row in rows}
+        )
+        assert counts.keys() <= {row["concept"] for row in rows}
+        assert all(row["category"] == category_of[row["concept"]] and row["members"] == 3 for row in rows)
+        (total,) = [row["interpretable"] for row in summary
+                    if (row["network"], row["basis"], row["alpha"]) == ("trained", "rotation", alpha)]  # fmt: skip
+        assert sum(row["count"] for row in categories if row["alpha"] == alpha) == pytest.approx(total)
+        assert total > 0
+
+
+def test_best_units_have_the_images_with_their_largest_responses(run):
+    _, task, _ = run
+    found = task.best_units(concepts(), torch.device("cpu"), units=2, images=3)
+    assert [one.alpha for one in found] == [0.0, 0.0, 0.3, 0.3, 1.0, 1.0]
+    batches = list(concepts().concept_dataloader())
+    data = ConceptsDataModule(max_samples=40)
+    pixels = data.split_tensors("test").images / 255
+    features = features_of(task.zoos["small"].load(0), ["blocks.1.activation2"], torch.cat([b.images for b in batches]))
+    for one in found:
+        (rotated,) = of(task, member=0, network="trained", basis="rotation", alpha=one.alpha)
+        overlaps = rotated.found.overlaps.max(1).values
+        assert one.overlap == overlaps[one.unit] >= overlaps.sort().values[-2]
+        assert rotated.found.overlaps[one.unit, one.concept] == one.overlap
+        direction = Geodesic(random_rotation(6, generator("dissection", "rotation", 0, 0))).at(one.alpha)[one.unit]
+        maps = torch.einsum("c,nchw->nhw", direction.float(), features["blocks.1.activation2"])
+        order = maps.flatten(1).amax(1).sort(descending=True, stable=True)
+        torch.testing.assert_close(one.strongest.responses, order.values[:3])
+        torch.testing.assert_close(one.strongest.images, pixels[order.indices[:3]], rtol=0, atol=1e-6)
+        large = interpolate(maps[order.indices[:3], None], size=(32, 32), mode="bilinear")[:, 0]
+        assert torch.equal(one.strongest.active, large > rotated.found.thresholds[one.unit].float())
+
+
+def test_every_zoo_can_have_a_site_which_need_not_be_an_activation(zoo, tmp_path):
+    sites = {"sums": "blocks.1.norm2", "blocks": "blocks.0"}
+    task = DissectionTask({"sums": zoo, "blocks": zoo, "last": zoo}, site=sites, members=1, **SETTINGS)
+    fit(task, concepts(), DissectionReport(best_units=0), folder=tmp_path, max_epochs=0)
+    assert task.sites == {**sites, "last": "blocks.1.activation2"}
+    assert [len(one.found.thresholds) for one in task.results if one.basis == "group"] == [6, 4, 6]
+    names = {file.name for file in (tmp_path / "results").iterdir() if file.suffix == ".png"}
+    assert names == {"dissection.png", "categories.png", *(f"concepts-{name}.png" for name in task.sites)}
 
 
 def test_a_run_that_was_interrupted_and_resumed_is_the_uninterrupted_one(zoo, run, tmp_path, monkeypatch):
@@ -166,7 +226,7 @@ def test_a_run_that_was_interrupted_and_resumed_is_the_uninterrupted_one(zoo, ru
     assert not [file for file in (tmp_path / "results").rglob("*") if file.is_file()]
     resumed = DissectionTask({"small": zoo}, **SETTINGS)
     fit(resumed, concepts(), DissectionReport(), folder=tmp_path, max_epochs=0, ckpt_path=last)
-    for table in ("changes", "summary", "bases", "units"):
+    for table in ("changes", "summary", "bases", "units", "concepts", "categories"):
         name = f"results/{table}.csv"
         assert (tmp_path / name).read_bytes() == (run[0] / name).read_bytes()
 
@@ -194,6 +254,10 @@ def test_images_without_classes_have_no_selectivity():
     assert found.summary.kurtosis[found.summary.live].isfinite().all()
 
 
+def test_the_lines_at_the_start_of_a_run_name_the_task():
+    assert trained(DissectionTask({"a": "b"})) == "DissectionTask: 1 trained parameter (DissectionTask)"
+
+
 @pytest.mark.parametrize(
     "refusal",
     [
@@ -203,6 +267,8 @@ def test_images_without_classes_have_no_selectivity():
         refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.5, 1.0], says=["alphas", "1.5"]),
         *(refused(DissectionTask, {"a": "b"}, **bad) for bad in ({"members": 0}, {"top": 0.0}, {"least": 1.0})),
         refused(DissectionTask, {"a": "b"}, basis_seed=-1),
+        refused(DissectionTask, {"a": "b"}, site={"c": "relu"}, says=["zoo 'c'", "a"]),
+        *(refused(DissectionReport, **bad) for bad in ({"best_units": -1}, {"best_images": 0})),
     ],
 )
 def test_settings_out_of_range_are_refused(refusal):
