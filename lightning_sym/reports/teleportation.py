@@ -14,15 +14,13 @@ from lightning_sym.reports.table import RunResults
 
 
 def _loss(row: Row) -> str:
-    return spread_cell(lambda value: f"{value:.4g}", row["loss"], row["loss_std"])
+    return spread_cell(lambda value: f"{value:.2g}", row["loss"], row["loss_std"])
 
 
 def _change(name: str, row: Row) -> str:
     """Return a change in percent or in points, with its interval."""
     value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
-    if value is None:
-        return "-"
-    return f"{100 * value:+.1f}" + ("" if low is None else f" \\[{100 * low:.1f}, {100 * high:.1f}]")
+    return "-" if value is None else spread_cell(lambda each: f"{100 * each:+.1f}", value, None, low, high)
 
 
 REPORT = Report(
