@@ -145,7 +145,8 @@ class SymmetryTeleportation(Callback):
         data = self._data(trainer, pl_module, batch)
         with said_if_long(trainer, "SymmetryTeleportation moves networks"):
             found = {number: self._moved(trainer, own, data, number) for number, own in networks.items()}
-        if self.every_n_steps is None or trainer.global_step % trainer.log_every_n_steps == 0:
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.every_n_steps is None or trainer.global_step % every == 0:
             self._log(trainer, pl_module, found)
 
     def _is_due(self, trainer: Trainer, batch_idx: int) -> bool:

@@ -121,7 +121,7 @@ def train(pairs: Tensor, seed: int, decay: float, *, dimensions: int = DIMENSION
         total.backward()  # type: ignore[no-untyped-call]
         return total
 
-    optimizer.step(closure)  # type: ignore[arg-type]
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
     return network
 
 

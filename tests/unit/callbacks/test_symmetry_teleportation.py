@@ -209,6 +209,16 @@ def test_networks_move_once_each_number_of_steps_also_if_resumed(tmp_path, batch
     assert_same(task.kept[0]["state"], again.kept[0]["state"])
 
 
+def test_moves_are_logged_at_the_trainers_multiples_of_steps(tmp_path):
+    moves = SymmetryTeleportation(way="balance", every_n_steps=2)
+    settings = {"max_epochs": 3, "log_every_n_steps": 3, "logger": MetricsCSV(tmp_path)}
+    fit(ZooTask(network(), 1), digits(), moves, **settings)
+    names = [f"teleportation/objective_{end}" for end in ("after", "before")]
+    rows = [row for row in read_csv(tmp_path / "metrics.csv") if row.get(names[0])]
+    assert [int(row["step"]) for row in rows] == [0, 5, 11]  # moves before the steps 0, 6 and 12
+    assert all(float(row[names[0]]) < float(row[names[1]]) for row in rows)
+
+
 def test_balanced_weights_keep_the_function_and_have_equal_norms():
     task, watch = run([SymmetryTeleportation([1], "balance", arm="ascent")])
     for number in task.numbers:
