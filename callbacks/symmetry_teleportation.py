@@ -25,25 +25,30 @@ _LOGGED = {"before": "objective_before", "after": "objective_after", "seconds": 
 
 
 class SymmetryTeleportation(Callback):
-    r"""Move networks along their symmetry orbits at the start of some epochs; their functions stay.
+    r"""Move networks along their symmetry orbits at the start of some epochs or steps; their functions stay.
 
-    By default, each move takes a few steps that enlarge the squared norm of the gradient. The optimiser's state moves
-    along, or is reset. The function in training mode stays, too: the callback holds scales before batch norms and
-    matrices through these. Where the state moves along, it also holds shifts. It computes the objective on the first
+    By default, each move takes a few steps that enlarge the squared norm of the gradient. With ``way="balance"`` and
+    ``every_n_steps``, training is confined to canonical weights: those of least norm, where the incoming and outgoing
+    norms of all units agree. The optimiser's state moves along, or is reset. The function in training mode stays, too:
+    the callback holds scales before batch norms and matrices through these. Where the state moves along, it also holds
+    shifts, and to balance it holds matrices. It computes the objective on the first
     training images of the datamodule, without augmentation; without such a datamodule, on the first batch of the epoch.
 
     It logs ``<prefix>/objective_before``, ``.../objective_after`` and ``.../seconds``, with ``arm`` as
-    ``<prefix>/<arm>/...``: for a population the means over members, and single members as details. The callback has no
-    state: a resumed run moves at the same epochs. Processes that share out the data all apply the element of rank 0.
+    ``<prefix>/<arm>/...``: for a population the means over members, and single members as details. With
+    ``every_n_steps`` it logs the moves at multiples of the trainer's ``log_every_n_steps``. The callback has no
+    state: a resumed run moves at the same epochs and steps. Processes that share out the data all apply the element of
+    rank 0.
 
     Args:
-        epochs: The epochs, counted from 0, before which networks move.
-        way: "ascent" or "descent" of the objective, a "random" element, or "none" (to reset the optimiser only).
+        epochs: The epochs, counted from 0, before which networks move. Either these or `every_n_steps` must be given.
+        way: "ascent" or "descent" of the objective, "balance" (to the least squared norm of all weights, without data),
+            a "random" element, or "none" (to reset the optimiser only).
         objective: Name of an objective (:data:`lightning_sym.orbit.OBJECTIVES`), or an objective.
         options: Its options, if it is given by name; by default the cross-entropy is the loss of those that have one.
         factors: The kinds of coordinates that move, see :func:`lightning_sym.orbit.minimize_on_orbit`.
         max_steps: Steps of each move. >= 1.
-        budget: Bound of the absolute logarithms of scales and singular values in one move; > 0.
+        budget: Bound of the absolute logarithms of scales and singular values in one move; > 0. Not used to balance.
         reset_state: Whether a move clears the optimiser's state. Matrices and rotations cannot move second moments: set
             this for Adam if these move.
         images: Number of training images for the objective. >= 1.
@@ -52,20 +57,24 @@ class SymmetryTeleportation(Callback):
         network: The attribute of the LightningModule that holds the network, with dots for attributes of attributes;
             ``""`` is the LightningModule itself. Not used for a population.
         prefix: First part of the logged names.
+        every_n_steps: Networks move before the first step and then after each number of this many steps. >= 1.
 
     Raises:
         TypeError: If epochs are no list.
-        ValueError: If an argument is out of range, or there is no such objective.
+        ValueError: If an argument is out of range, there is no such objective, or both or none of `epochs` and
+            `every_n_steps` are given.
 
     References:
         Zhao, Dehmamy, Walters, Yu (2022), "Symmetry Teleportation for Accelerated Optimization", arXiv:2205.10637.
+        Stock, Graham, Gribonval, Jégou (2019), "Equi-normalization of Neural Networks", arXiv:1902.10416, balances the
+        weights after each step of SGD.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
-        epochs: list[int],
+        epochs: list[int] | None = None,
         way: Way = "ascent",
         objective: str | Objective = "gradient_norm",
         options: dict[str, Any] | None = None,
@@ -78,7 +87,16 @@ class SymmetryTeleportation(Callback):
         arm: str | None = None,
         network: str = "network",
         prefix: str = "teleportation",
+        every_n_steps: int | None = None,
     ) -> None:
+        if (epochs is None) == (every_n_steps is None):
+            raise ValueError(
+                f"SymmetryTeleportation needs either epochs or every_n_steps, got {epochs} and {every_n_steps}; "
+                "set one of them."
+            )
+        if every_n_steps is not None:
+            check_integers(1, every_n_steps=every_n_steps)
+        epochs = [] if epochs is None else epochs
         if isinstance(epochs, int):
             raise TypeError(f"epochs must be a list of integers, got {epochs}; expected [{epochs}].")
         for epoch in epochs:
@@ -90,9 +108,11 @@ class SymmetryTeleportation(Callback):
                 options = {"loss": "cross_entropy"} if "loss" in taken else {}
             objective = objective_named(objective, **options)
         self.teleportation = Teleportation(way, objective, factors, max_steps, budget, reset_state)
-        self.epochs, self.images, self.members, self.arm = list(epochs), images, members, arm
+        self.epochs, self.every_n_steps = list(epochs), every_n_steps
+        self.images, self.members, self.arm = images, members, arm
         self.network, self.prefix = network, prefix
         self._symmetry: Symmetry | None = None
+        self._last = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the task.
@@ -100,7 +120,7 @@ class SymmetryTeleportation(Callback):
         Raises:
             ValueError: If there is no such network or arm, or members are run in one vectorised call.
         """
-        self._symmetry = None
+        self._symmetry, self._last = None, -1
         if stage != "fit":
             return
         if not has_members(pl_module):
@@ -113,8 +133,8 @@ class SymmetryTeleportation(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Move at the first batch of an epoch, where a resumed run begins as well."""
-        if batch_idx or trainer.current_epoch not in self.epochs:
+        """Move at the first batch of an epoch, where a resumed run begins as well; or at the first one of a step."""
+        if not self._is_due(trainer, batch_idx):
             return
         networks = self._networks(pl_module)
         if self._symmetry is None:
@@ -125,7 +145,17 @@ class SymmetryTeleportation(Callback):
         data = self._data(trainer, pl_module, batch)
         with said_if_long(trainer, "SymmetryTeleportation moves networks"):
             found = {number: self._moved(trainer, own, data, number) for number, own in networks.items()}
-        self._log(trainer, pl_module, found)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.every_n_steps is None or trainer.global_step % every == 0:
+            self._log(trainer, pl_module, found)
+
+    def _is_due(self, trainer: Trainer, batch_idx: int) -> bool:
+        """Return whether networks move; once for each step, whose gradients several batches may share."""
+        if self.every_n_steps is None:
+            return not batch_idx and trainer.current_epoch in self.epochs
+        step, last = trainer.global_step, self._last
+        self._last = step
+        return step != last and step % self.every_n_steps == 0
 
     def _networks(self, pl_module: LightningModule) -> dict[int, nn.Module]:
         """Return the networks of this rank that move, by number."""

@@ -14,14 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym.orbit.closed_forms import least_squares
 from lightning_sym.orbit.descent import minimize_on_orbit, moving_directions
+from lightning_sym.orbit.directions import ALL, KINDS, kinds_of
 from lightning_sym.orbit.objective import Objective
-from lightning_sym.orbit.objectives import gradient_norm
+from lightning_sym.orbit.objectives import gradient_norm, weight_norm
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import double_copy
 
-Way = Literal["ascent", "descent", "random", "none"]
+Way = Literal["ascent", "descent", "balance", "random", "none"]
+_MATRICES = {"cells", "gained", "rotations", "phases"}
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,20 @@ class Teleportation:
     """How a network moves along its orbit; its function stays.
 
     Attributes:
-        way: "ascent" or "descent" of the objective, a "random" element, or "none" (for comparisons with
-            ``reset_state``).
-        objective: Default the squared norm of the gradient of the cross-entropy.
+        way: "ascent" or "descent" of the objective, "balance" (to the least squared norm of the weights), a "random"
+            element, or "none" (for comparisons with ``reset_state``).
+        objective: Default the squared norm of the gradient of the cross-entropy. Only ascents and descents use it.
         factors: The kinds of coordinates that move, see :func:`minimize_on_orbit`.
         max_steps: Steps of the ascent or descent. >= 1.
         budget: Bound of the absolute logarithms of scales and singular values, and standard deviation of those of a
-            random element; > 0.
+            random element; > 0. Balancing has no bound.
         reset_state: Whether the state of the optimiser is cleared for the moved parameters; otherwise it moves along,
             which second moments under matrices cannot.
 
     The function stays in training mode, too: matrices through batch norms are held unless `factors` names them, and so
     are scales before batch norms. Where the optimiser's state moves along, shifts and rank-one maps are held: gradients
-    of some weights change with these by products that the state does not hold.
+    of some weights change with these by products that the state does not hold. Balancing then holds matrices as well,
+    as second moments cannot follow these; permutations and signs, under which these optimisers are equivariant, stay.
 
     Raises:
         ValueError: If a value is out of range.
@@ -73,7 +77,7 @@ class Teleportation:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_words(("way", self.way, ("ascent", "descent", "random", "none")))
+        check_words(("way", self.way, ("ascent", "descent", "balance", "random", "none")))
         check_integers(1, max_steps=self.max_steps)
         check_numbers("> 0", budget=self.budget)
 
@@ -93,7 +97,8 @@ class Teleportation:
             The element, and the objective before and after it.
 
         Raises:
-            ValueError: If `factors` names shifts or rank-one maps, under which the optimiser's state cannot move.
+            ValueError: If `factors` names shifts or rank-one maps (or, to balance, matrices), under which the
+                optimiser's state cannot move.
         """
         began = perf_counter()
         if self.way == "none":
@@ -107,15 +112,18 @@ class Teleportation:
                 symmetry, double_copy(network), self.objective, self.factors, hold, maximize=False, bounded=True
             )[0].restricted(drawn)
             return Teleported(element, seconds=perf_counter() - began)
+        balance = self.way == "balance"
+        if balance and (known := self._closed_form(symmetry, network, hold)) is not None:
+            return Teleported(known, *_norms(symmetry, known, network), perf_counter() - began)
         least = minimize_on_orbit(
             symmetry,
             network,
-            self.objective,
-            data=batch,
+            weight_norm() if balance else self.objective,
+            data=None if balance else batch,
             factors=self.factors,
             maximize=self.way == "ascent",
             max_steps=self.max_steps,
-            budget=self.budget,
+            budget=None if balance else self.budget,
             hold=hold,
             check=False,
         )
@@ -140,18 +148,36 @@ class Teleportation:
                 optimizer.state.pop(parameter, None)
         symmetry.act(element, network, inplace=True, optimizer=None if self.reset_state else optimizer, check=False)
 
+    def _closed_form(self, symmetry: Symmetry, network: nn.Module, hold: Sequence[str]) -> Element | None:
+        """Return the element of least squared norm, without the copies of a descent; None if it has no formula."""
+        named = {self.factors} if isinstance(self.factors, str) else {*self.factors}
+        kinds = {own for own in kinds_of(symmetry) if own not in hold and named & {ALL, own}}
+        if not named <= {ALL, *KINDS.values()} or "scales" not in kinds:
+            return None
+        return least_squares(symmetry, dict(network.named_parameters()), kinds)
+
     def _held(self, network: nn.Module, optimizer: Optimizer | None) -> list[str]:
         """List the kinds of coordinates that do not move."""
         named = {self.factors} if isinstance(self.factors, str) else {*self.factors}
         held = {"one-sided", "gained"} - named
         if optimizer is not None and not self.reset_state and _has_state(network, optimizer):
-            held |= (mixing := {"shifts", "tilts"})
+            held |= (mixing := {"shifts", "tilts"} | (_MATRICES if self.way == "balance" else set()))
             if found := sorted(mixing & named):
                 raise ValueError(
                     f"the state of the optimiser cannot move under {' and '.join(found)}; set reset_state=True, or "
                     "leave these out of factors."
                 )
         return sorted(held)
+
+
+def _norms(symmetry: Symmetry, element: Element, network: nn.Module) -> tuple[float, float]:
+    """Return the sums of squares of all parameters before and after an element."""
+    weights = {name: own.detach().double() for name, own in network.named_parameters()}
+    before, after = (
+        math.fsum(float(own.square().sum()) for own in tensors.values())
+        for tensors in (weights, symmetry.act_on(element, weights))
+    )
+    return before, after
 
 
 def _has_state(network: nn.Module, optimizer: Optimizer) -> bool:

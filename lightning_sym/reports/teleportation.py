@@ -3,8 +3,10 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from lightning_sym._statistics import student_interval
 from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.reports.cells import Row, grouped, spread_cell
 from lightning_sym.reports.report import Column, Report
@@ -12,7 +14,13 @@ from lightning_sym.reports.table import RunResults
 
 
 def _loss(row: Row) -> str:
-    return spread_cell(lambda value: f"{value:.4g}", row["loss"], row["loss_std"])
+    return spread_cell(lambda value: f"{value:.2g}", row["loss"], row["loss_std"])
+
+
+def _change(name: str, row: Row) -> str:
+    """Return a change in percent or in points, with its interval."""
+    value, low, high = (row.get(f"{name}{end}") for end in ("", "_low", "_high"))
+    return "-" if value is None else spread_cell(lambda each: f"{100 * each:+.1f}", value, None, low, high)
 
 
 REPORT = Report(
@@ -28,7 +36,13 @@ REPORT = Report(
         Column("loss", "training loss of the last epoch, in nats; mean over seeds", "training loss", _loss,
                number="teleportation/loss/{arm}"),
         Column("loss_std", "standard deviation over seeds, sample form"),
+        Column("loss_change", "quotient by the loss of the first arm with the same seed, each at its best rate, less "
+               "1; geometric mean over seeds", "change, %", partial(_change, "loss_change")),
         Column("accuracy", "test accuracy, 0 to 1; mean over seeds", "test accuracy, %", ".1f", factor=100),
+        Column("accuracy_change", "difference to that of the first arm with the same seed; mean over seeds",
+               "change, points", partial(_change, "accuracy_change")),
+        *(Column(f"{name}_low, {name}_high", f"95 % interval (Student's t over seeds) of {name}")
+          for name in ("loss_change", "accuracy_change")),
         Column("seed", "seed of the initial weights and of the order of the data"),
         Column("epoch", "epochs trained"),
     ],
@@ -72,7 +86,7 @@ def teleportation_results(
         about: Everything needed to make the tables again.
     """
     rates = rate_rows(runs)
-    best = best_rows(rates)
+    best = with_changes(best_rows(rates), runs)
     chosen = {(row["arm"], row["rate"]) for row in best}
     rows = {
         "summary": best,
@@ -82,7 +96,8 @@ def teleportation_results(
         "best_curves": [row for row in curves if (row["arm"], row["rate"]) in chosen],
     }
     diverged = sum(row["loss"] is None for row in runs)
-    notes = ["mean ± standard deviation over seeds"] + (
+    against = f"changes are against {best[0]['arm']} with the same seeds, in brackets 95 % intervals"
+    notes = ["mean ± standard deviation over seeds", *([against] if len(best) > 1 else [])] + (
         [f"{diverged} of {len(runs)} runs diverged"] if diverged else []
     )
     return REPORT.results(rows, title=title, about=about, notes=notes)
@@ -117,3 +132,29 @@ def best_rows(rates: Sequence[Row]) -> list[dict[str, Any]]:
         dict(min(own, key=lambda row: math.inf if row["loss"] is None else row["loss"]))
         for _, own in grouped(rates, "arm")
     ]
+
+
+def with_changes(best: Sequence[Row], runs: Sequence[Row]) -> list[dict[str, Any]]:
+    """Add to each arm but the first its change against the first, with an interval over seeds.
+
+    Members with the same seed share initial weights and the order of the data, so that changes are taken seed by seed.
+
+    Args:
+        best: Result of :func:`best_rows`.
+        runs: See :func:`teleportation_results`.
+    """
+    own = [{one["seed"]: one for one in runs if (one["arm"], one["rate"]) == (row["arm"], row["rate"])} for row in best]
+    names = [f"{name}{end}" for name in ("loss_change", "accuracy_change") for end in ("", "_low", "_high")]
+    found: list[dict[str, Any]] = [{**row, **dict.fromkeys(names)} for row in best]
+    for row, mine in zip(found[1:], own[1:], strict=True):
+        pairs = [(mine[seed], first) for seed, first in own[0].items()]
+        logs = [math.log(one["loss"] / other["loss"]) for one, other in pairs if one["loss"] and other["loss"]]
+        points = [a["accuracy"] - b["accuracy"] for a, b in pairs if None not in (a["accuracy"], b["accuracy"])]
+        for name, values, back in (("loss_change", logs, math.expm1), ("accuracy_change", points, float)):
+            known = len(values) == len(pairs)
+            ends = student_interval(values) if known and len(values) > 1 else (None, None)
+            for end, value in zip(
+                ("", "_low", "_high"), (statistics.fmean(values) if known else None, *ends), strict=True
+            ):
+                row[f"{name}{end}"] = None if value is None else back(value)
+    return found

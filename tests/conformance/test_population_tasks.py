@@ -519,8 +519,11 @@ def scenarios(run, population_zoo):
 
 def beside(name: str) -> list[Callback]:
     """Return the callbacks that change or compare the networks of a task."""
-    own = {"fine-tuning": MergingReport(), "teleportation": SymmetryTeleportation([1], images=50, max_steps=2)}
-    return [own[name]] if name in own else []
+    moves = [
+        SymmetryTeleportation([1], images=50, max_steps=2),
+        SymmetryTeleportation(every_n_steps=2, way="balance"),
+    ]
+    return {"fine-tuning": [MergingReport()], "teleportation": moves}.get(name, [])
 
 
 def frozen(task: PopulationTask, strategy: str) -> PopulationTask:

@@ -518,7 +518,11 @@ SCENARIOS |= {
     "teleportation": functools.partial(
         of_a_zoo,
         task=lambda path: TeleportationTask(perceptron(), arms=["plain", "ascent"], rates=[0.1]),
-        callbacks=[functools.partial(SymmetryTeleportation, [1], arm="ascent", max_steps=2), TeleportationReport],
+        callbacks=[
+            functools.partial(SymmetryTeleportation, [1], arm="ascent", max_steps=2),
+            functools.partial(SymmetryTeleportation, every_n_steps=2, way="balance", arm="plain"),
+            TeleportationReport,
+        ],
         make=perceptron,
         waits=True,  # for the elements, which are computed on the CPU
     ),

@@ -17,7 +17,8 @@ from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.orbit import Objective
 from lightning_sym.orbit.teleportation import Teleportation
-from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.reports.teleportation import teleportation_results
+from lightning_sym.symmetry import balance, trace_symmetry
 from lightning_sym.tasks import TeleportationTask, ZooTask
 
 ARMS = ["plain", "ascent", "descent", "random"]
@@ -156,6 +157,113 @@ def test_each_member_moves_by_its_own_element_at_each_epoch(monkeypatch):
     assert len({float(one[0]) for one in elements}) == 4
 
 
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [(None, 0.1), (MOMENTUM, 0.05), (ADAM, 0.01)])
+def test_training_on_canonical_weights_forgets_the_point_of_the_orbit(optimizer, rate):
+    """Balanced weights and state are the same after a move to any other point, with momenta and second moments."""
+    arms = ["free", "canonical", "elsewhere"]
+    task = TeleportationTask(network(), arms=arms, rates=[rate], optimizer=optimizer)
+    moves = [
+        SymmetryTeleportation([0, 1], "random", factors="scales", arm="elsewhere"),
+        *(SymmetryTeleportation(way="balance", every_n_steps=1, arm=arm) for arm in arms[1:]),
+    ]
+    fit(task, digits(), *moves, max_epochs=3, precision="64-true")
+    free, canonical, elsewhere = (task.kept[number]["state"] for number in range(3))
+    for key, value in canonical.items():
+        torch.testing.assert_close(elsewhere[key], value, rtol=1e-6, atol=1e-9)
+        assert not torch.allclose(free[key], value, rtol=1e-3, atol=1e-4)
+
+
+class Steps(SymmetryTeleportation):
+    """Keeps the steps of all moves."""
+
+    def __init__(self, **settings):
+        super().__init__(way="balance", **settings)
+        self.steps = []
+
+    def _networks(self, pl_module):
+        self.steps.append(pl_module.trainer.global_step)
+        return super()._networks(pl_module)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
+@pytest.mark.parametrize("batches", [1, 2])
+def test_networks_move_once_each_number_of_steps_also_if_resumed(tmp_path, batches):
+    def trained(moves, *more, **settings):
+        task = ZooTask(network(), 1, optimizer=MOMENTUM, keep="last")
+        settings = {"max_epochs": 3, "accumulate_grad_batches": batches, **settings}
+        fit(task, digits(), moves, *more, **settings)
+        return task
+
+    whole, first, second = (Steps(every_n_steps=3) for _ in range(3))
+    task = trained(whole)
+    count = task.trainer.global_step
+    assert whole.steps == list(range(0, count, 3))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        trained(first, Interrupt("1 1"), saving(tmp_path))
+    again = trained(second, ckpt_path=tmp_path / "last.ckpt")
+    assert first.steps == whole.steps[: len(first.steps)]
+    assert second.steps == [step for step in whole.steps if step >= count // 3]  # those after the first epoch
+    assert_same(task.kept[0]["state"], again.kept[0]["state"])
+
+
+def test_moves_are_logged_at_the_trainers_multiples_of_steps(tmp_path):
+    moves = SymmetryTeleportation(way="balance", every_n_steps=2)
+    settings = {"max_epochs": 3, "log_every_n_steps": 3, "logger": MetricsCSV(tmp_path)}
+    fit(ZooTask(network(), 1), digits(), moves, **settings)
+    names = [f"teleportation/objective_{end}" for end in ("after", "before")]
+    rows = [row for row in read_csv(tmp_path / "metrics.csv") if row.get(names[0])]
+    assert [int(row["step"]) for row in rows] == [0, 5, 11]  # moves before the steps 0, 6 and 12
+    assert all(float(row[names[0]]) < float(row[names[1]]) for row in rows)
+
+
+def test_balanced_weights_keep_the_function_and_have_equal_norms():
+    task, watch = run([SymmetryTeleportation([1], "balance", arm="ascent")])
+    for number in task.numbers:
+        plain = task.seed_of(number) * len(ARMS)
+        torch.testing.assert_close(watch.outputs[number], watch.outputs[plain], rtol=1e-10, atol=1e-10)
+    symmetry = trace_symmetry(network(), torch.randn(2, 1, 8, 8))
+    own = symmetry.act(symmetry.sample(scale=1.0), network().double())
+    move = Teleportation("balance").found(symmetry, own, None)
+    moved = symmetry.act(move.element, own)
+    for one in balance(symmetry, moved).values():
+        torch.testing.assert_close(one.incoming, one.outgoing, rtol=1e-9, atol=0)
+    norms = [sum(float(w.square().sum()) for w in each.parameters()) for each in (own, moved)]
+    assert [move.before, move.after] == pytest.approx(norms, rel=1e-12)
+
+
+def test_matrices_balance_only_where_no_state_must_follow():
+    own = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    symmetry = trace_symmetry(own, torch.randn(2, 4))
+    own, optimizer = own.double(), torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
+
+    def moved(**settings):
+        element = Teleportation("balance", **settings).found(symmetry, own, None, optimizer).element
+        return {one.name for one in symmetry.factors if not one.is_identity(element.parts[one.name])}
+
+    assert "dense" in moved()
+    own(torch.randn(2, 4).double()).sum().backward()
+    optimizer.step()
+    assert moved() == {"log_scale"}
+    assert "dense" in moved(reset_state=True)
+    with pytest.raises(ValueError, match="cannot move under cells"):
+        moved(factors="cells")
+
+
+def test_scales_before_batch_norms_do_not_balance():
+    """The function stays in training mode: these scales would change it there."""
+    own = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3)).double()
+    images = torch.randn(16, 1, 6, 6).double()
+    symmetry = trace_symmetry(own, images)
+    own = symmetry.act(symmetry.sample(scale=1.0), own).train()
+    move = Teleportation("balance").found(symmetry, own, None)
+    moved = symmetry.act(move.element, own)
+    assert move.after < move.before
+    torch.testing.assert_close(moved(images), own(images), rtol=1e-10, atol=1e-10)
+
+
 class Plain(LightningModule):
     """A task of a user, without a datamodule."""
 
@@ -277,11 +385,33 @@ def test_the_report_names_the_best_rate_of_each_arm(tmp_path):
         assert row["loss"] == pytest.approx(sum(own) / len(own))
 
 
+def test_changes_are_taken_seed_by_seed_at_the_best_rates():
+    losses = {"plain": {0.1: (4.0, 1.0), 1.0: (8.0, 8.0)}, "other": {0.1: (9.0, 9.0), 1.0: (1.0, 1.0)}}
+    runs = [
+        {"arm": arm, "rate": rate, "seed": seed, "loss": loss, "accuracy": 1 / (1 + loss)}
+        for arm, rates in losses.items()
+        for rate, own in rates.items()
+        for seed, loss in enumerate(own)
+    ]
+    results = teleportation_results(runs, [], title="", about={})
+    plain, other = results.tables[0].rows
+    assert plain["loss_change"] is None
+    assert other["loss_change"] == pytest.approx(0.5 - 1)  # the geometric mean of 1/4 and 1
+    assert other["accuracy_change"] == pytest.approx((1 / 2 - 1 / 5 + 0) / 2)
+    half = 12.706204736 * math.log(4) / 2  # Student's, of one degree of freedom
+    middle = math.log(0.5)
+    assert math.log1p(other["loss_change_low"]) == pytest.approx(middle - half)
+    assert math.log1p(other["loss_change_high"]) == pytest.approx(middle + half)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: SymmetryTeleportation([-1]), "epochs"),
         (lambda: SymmetryTeleportation([1], way="up"), 'way must be "ascent"'),
+        (lambda: SymmetryTeleportation(), "either epochs or every_n_steps, got None and None"),
+        (lambda: SymmetryTeleportation([1], every_n_steps=2), "either epochs or every_n_steps"),
+        (lambda: SymmetryTeleportation(every_n_steps=0), "every_n_steps must be"),
         (lambda: SymmetryTeleportation([1], budget=0), "budget"),
         (lambda: SymmetryTeleportation([1], objective="gradient_nrm"), "gradient_norm"),
         (lambda: TeleportationTask(network(), arms=["a", "a"], rates=[0.1]), "arms must be a list of different"),
