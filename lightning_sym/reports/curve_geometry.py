@@ -249,7 +249,7 @@ def _figures(
         )
         nothing = {"t": own[0]["t"], "tolerance": _COUNTED[0], "relative": None, "absolute": None}
         highest = max((row["density"] for row in dense), default=0)
-        tables = {
+        tables: dict[str, Sequence[Row]] = {
             "geometry": own,
             "near": zeros or [nothing],
             "density": [{**row, "density": max(row["density"], 1e-6 * highest)} for row in dense],
