@@ -5,13 +5,14 @@ from typing import Any
 
 from pytorch_lightning import Trainer
 
+from lightning_sym._checks import check_different
 from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted, picked
-from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, stitching_results
+from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, differs_by_number, stitching_results
 from lightning_sym.tasks import StitchingTask
 
 
@@ -25,24 +26,53 @@ class StitchingReport(RunReport):
     On rank 0, in ``results``: ``penalties.csv`` and ``.json`` (every pair, site and family), ``summary.csv`` and
     ``.json`` (means over pairs, standard deviation, bootstrap interval over models), ``penalties.png``: penalty against
     site, without and with recalibrated statistics. For any-to-any sites a heat map for each family in its place; for
-    ``lasso`` maps ``sparsity.png`` too. All are in TensorBoard under ``figures/StitchingReport``; mean penalties are
-    logged as ``details/test_penalty/<site>/<family>``, the mean over sites and trained families as ``test_penalty``. A
-    table is printed, with the places of all files.
+    ``lasso`` maps ``sparsity.png`` too; with ``choose`` also ``choices.csv``, ``.json`` and ``.png``. All are
+    in TensorBoard under ``figures/StitchingReport``; mean penalties are logged as
+    ``details/test_penalty/<site>/<family>``, the mean over sites and trained families as ``test_penalty``. A table is
+    printed, with the places of all files.
 
     Args:
+        choose: Names of families, each without its number. ``["group"]`` chooses, for every pair and place, one of
+            ``group(0.01)``, ``group(0.1)`` and so on by validation accuracy. The chosen maps are a further family,
+            ``group(chosen)``, drawn instead of these.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     References:
-        Godfrey et al. (2022), arXiv:2205.14258, eq. 4.3 and figures of section 4. Their error bars are standard
-        deviations over dependent pairs.
+        Godfrey et al. (2022), arXiv:2205.14258, eq. 4.3 and figures of section 4; appendix D.5 for ``choose``. Their
+        error bars are standard deviations over dependent pairs.
     """
 
     needs = (
         *("stitches", "branches", "names", "members", "pairs", "zoos", "target_zoo", "seed", "left_out", "kept"),
         *("stopped", "ports", "batch_norm", "init", "head_start", "resize"),
-        *("evaluating", "evaluate", "penalties", "parameters_of"),
+        *("families", "evaluating", "evaluate", "penalties", "parameters_of"),
     )
     example = "StitchingTask"
+
+    def __init__(self, choose: Sequence[str] = (), dirpath: str | None = None) -> None:
+        if choose:
+            check_different("choose", choose)
+        self.choose = tuple(choose)
+        super().__init__(dirpath)
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Check the task and the data, and that there are maps to choose from and data to choose by.
+
+        Raises:
+            ValueError: If there are not.
+        """
+        super().setup(trainer, pl_module, stage)
+        if not (self.active and self.choose):
+            return
+        for base in self.choose:
+            names = [name for name in pl_module.families if differs_by_number(name, base)]
+            if len(names) < 2:
+                raise ValueError(
+                    f"choose names {base!r}, which needs two or more maps of this name with a number, as "
+                    f"group(0.01) and group(0.1), but maps are {', '.join(pl_module.families)}."
+                )
+        if not len(self.data(trainer).split_tensors("val")[0]):
+            raise ValueError("choose needs validation data; set val_fraction of the data above 0.")
 
     def measure(self, trainer: Trainer, task: StitchingTask, data: InMemoryDataModule) -> Any:
         """Evaluate the kept weights on the test split; return the numbers by kind of statistics, and sparsities."""
@@ -110,6 +140,7 @@ class StitchingReport(RunReport):
             about=about,
             two_zoos=task.target_zoo is not None,
             epochs=trainer.max_epochs,
+            choose=self.choose,
         )
 
 

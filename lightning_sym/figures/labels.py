@@ -49,13 +49,19 @@ def readable_names(text: str) -> str:
     text = without_wrappers(text)
     text = re.sub(rf"\bcka_({'|'.join(_KERNELS)})\b", lambda kernel: f"CKA, {_KERNELS[kernel[1]]}", text)
     text = re.sub(r"\b(rank|lasso)\(([\d.e-]+)\)", r"\1 \2", text)
-    text = re.sub(r"\bgroup\((\w+)\)", lambda group: f"group, {_GROUPS.get(group[1], group[1])}", text)
+    text = re.sub(
+        r"\bgroup\(([\w.,+-]+)\)", lambda group: ", ".join(["group", *map(_option, group[1].split(","))]), text
+    )
     text = re.sub(rf"(?<![\w./-])({'|'.join(_WORDS)})(?![\w./-])", lambda word: _WORDS[word[1]], text)
     text = re.sub(_BLOCK_OUTPUT, r"after block \1", text)
     text = re.sub(_BLOCK, lambda block: f"block {block[1]}" + _words(block[2]), text)
     return re.sub(
         _ALONE, lambda name: f"{'embedding, ' if name[1] else ''}{_CUTS.get(name[2], name[2])} {name[3]}", text
     )
+
+
+def _option(word: str) -> str:
+    return _GROUPS.get(word, word)
 
 
 def _words(path: str) -> str:

@@ -13,7 +13,7 @@ from lightning_sym.networks.batch_norm import (
     float_average,
     recalibrate_batch_norm,
 )
-from lightning_sym.networks.cifar_resnet import CIFARResNet, CIFARResNet18, ResidualCNN
+from lightning_sym.networks.cifar_resnet import CIFARPreResNet, CIFARResNet, CIFARResNet18, ResidualCNN
 from lightning_sym.networks.compact_transformer import CompactTransformer
 from lightning_sym.networks.construction import build
 from lightning_sym.networks.lenet import LeNet5
@@ -25,6 +25,7 @@ from lightning_sym.networks.torchvision_network import LinearSumsResNet, Torchvi
 from lightning_sym.networks.vision_transformer import VisionTransformer
 
 __all__ = [
+    "CIFARPreResNet",
     "CIFARResNet",
     "CIFARResNet18",
     "CompactTransformer",

@@ -209,7 +209,8 @@ def _chart(rows: Sequence[Row], *, dense: bool) -> Chart:
     tops = [name for name in rows[0] if name.startswith("eigenvalue_")]
     trace = {"ls": "--", "marker": "s", "ms": 4, "color": "#7f7f7f"}
     errors = Marks("trace", "t", kind="error", label="trace ± standard error", error=["trace_error"], look=trace)
-    density = [Marks("density", "eigenvalue", ["t"], label="t = {t:g}", table="density")]
+    fine = {"marker": "", "ls": "-", "lw": 1.2}  # hundreds of places
+    density = [Marks("density", "eigenvalue", ["t"], label="t = {t:g}", look=fine, table="density")]
     counts = [
         marks
         for tolerance in _COUNTED
@@ -248,10 +249,10 @@ def _figures(
         )
         nothing = {"t": own[0]["t"], "tolerance": _COUNTED[0], "relative": None, "absolute": None}
         highest = max((row["density"] for row in dense), default=0)
-        tables = {
+        tables: dict[str, Sequence[Row]] = {
             "geometry": own,
             "near": zeros or [nothing],
-            "density": [row for row in dense if row["density"] > 1e-6 * highest],
+            "density": [{**row, "density": max(row["density"], 1e-6 * highest)} for row in dense],
         }
         chart = replace(_chart(own, dense=bool(dense)), title=f"Along the curve {name.title}: {{title}}")
         yield from chart.named(_figure_name(name), tables, title)

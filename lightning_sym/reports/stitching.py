@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ UNITS = {
     f"training images ({RECALIBRATED!r}), or no batch norm above the cut ({NO_NORM!r})",
     "low, high": "95 % percentile interval for the mean over pairs, from 2000 bootstrap samples of the models",
     "std": "standard deviation over pairs, sample form",
+    "chosen": "family that was chosen for the pair and place, by the accuracy on the validation split",
+    "number": "number in the brackets of that family's name",
+    "share": "fraction of the pairs with this choice, 0 to 1",
 }
 
 
@@ -53,6 +57,7 @@ def stitching_results(
     about: Mapping[str, Any],
     two_zoos: bool = False,
     epochs: int | None = None,
+    choose: Sequence[str] = (),
 ) -> RunResults:
     """Report the penalties of stitched networks.
 
@@ -67,21 +72,30 @@ def stitching_results(
         about: Everything needed to make the tables again.
         two_zoos: Whether lower and upper members are of different zoos, so that equal numbers are different models.
         epochs: For how many epochs maps were trained, for the advice to train them longer; None gives no number.
+        choose: Families with a choice between those that differ by a number, see :func:`chosen_rows`. The mean penalty
+            and the picture show the chosen ones instead of these.
     """
     rows = stitching_rows(networks, evaluations, stopped)
+    candidates = {row["family"] for row in rows if any(differs_by_number(row["family"], base) for base in choose)}
+    if choose:
+        chosen = [row for base in choose for row in chosen_rows(rows, base)]
+        rows = [*({**row, "chosen": None} for row in rows), *chosen]
     summary = stitching_summary(rows, two_zoos=two_zoos)
     kind = _best_kind(summary)
-    final = [row for row in summary if row["batch_norm"] in (kind, NO_NORM) and row["penalty"] is not None]
+    choices = _choices([row for row in rows if row.get("chosen") and row["batch_norm"] in (kind, NO_NORM)], candidates)
+    drawn = [row for row in summary if row["family"] not in candidates] or summary
+    final = [row for row in drawn if row["batch_norm"] in (kind, NO_NORM) and row["penalty"] is not None]
     trained = [row["penalty"] for row in final if row["trained"]]
     what = "stitching penalties on the test split: "
     sites_differ = any(row["site"] != row["target_site"] for row in summary)
-    picture = _map_name(summary, summary[0]["family"]) if sites_differ else "penalties"
+    picture = _map_name(drawn, drawn[0]["family"]) if sites_differ else "penalties"
     return RunResults(
         [
             ResultTable("penalties", what + "each stitched network", rows, UNITS, about),
             ResultTable("summary", what + "over pairs", summary, UNITS, about),
+            *([ResultTable("choices", "chosen maps, by place", choices, UNITS, about)] if choices else []),
         ],
-        _figures(summary, title, sites_differ),
+        chain(_figures(drawn, title, sites_differ), _CHOSEN.named("choices", choices, title)),
         numbers={
             **({"test_penalty": float(np.mean(trained))} if trained else {}),
             **details({tag("test_penalty", row["place"], row["family"]): row["penalty"] for row in final}),
@@ -89,7 +103,12 @@ def stitching_results(
         headline="test_penalty" if trained else None,
         shown=_shown(summary, title),
         notes=[_legend(summary), *_undertrained(final, epochs), *stopped_notes(networks, stopped, "penalties.csv")],
-        places={"picture": f"{picture}.png", "table": "summary.csv", "pairs": "penalties.csv"},
+        places={
+            "picture": f"{picture}.png",
+            "table": "summary.csv",
+            "pairs": "penalties.csv",
+            **({"choices": "choices.png"} if choices else {}),
+        },
     )
 
 
@@ -108,6 +127,78 @@ def stitching_rows(
                 row[name] = None if index in stopped else finite(found[name][index])
             rows.append({**row, "stopped": stopped.get(index, "")})
     return rows
+
+
+def chosen_rows(rows: Sequence[Row], base: str) -> list[dict[str, Any]]:
+    """Return for each pair, place and kind of statistics the row of the best map on the validation split.
+
+    The choice is between the families with the name ``base`` but for a number: for ``"group"`` these are
+    ``group(0.01)``, ``group(0.1)`` and so on, for ``"group(euclidean)"`` these are ``group(euclidean,0.01)`` and so on.
+    Of equal accuracies the one with the lower validation loss is chosen. Stopped maps are left out.
+
+    Args:
+        rows: As :func:`stitching_rows` gives them.
+        base: The name without the number.
+
+    Returns:
+        Copies of the rows, with the family ``group(chosen)`` and the name of the chosen family in ``chosen``.
+
+    References:
+        Godfrey et al. (2022), arXiv:2205.14258, appendix D.5, choose alpha so.
+    """
+    candidates = [row for row in rows if differs_by_number(row["family"], base) and not row["stopped"]]
+    chosen = []
+    for _, found in grouped(candidates, "batch_norm", "lower", "upper", "place"):
+        best = max(found, key=lambda row: (row["val_accuracy"], -row["val_loss"]))
+        chosen.append({**best, "family": _numbered(base, "chosen"), "chosen": best["family"]})
+    return chosen
+
+
+def differs_by_number(family: str, base: str) -> bool:
+    """Return whether a family's name is another one with a number in brackets: ``group(0.1)`` is ``group`` with one."""
+    name, number = _split(family)
+    return name == base and not math.isnan(number)
+
+
+def _split(family: str) -> tuple[str, float]:
+    """Return a family's name without the number in brackets, and this number, NaN if there is none."""
+    match = re.fullmatch(r"(\w+)\((?:(\w*[a-z]\w*),)?([0-9.e+-]+)\)", family)
+    if match is None:
+        return family, math.nan
+    return f"{match[1]}({match[2]})" if match[2] else match[1], float(match[3])
+
+
+def _numbered(base: str, value: object) -> str:
+    return f"{base[:-1]},{value})" if base.endswith(")") else f"{base}({value})"
+
+
+def _choices(chosen: Sequence[Row], candidates: Iterable[str]) -> list[dict[str, Any]]:
+    """Return how often each candidate was chosen, by place."""
+    choices = []
+    for at, found in grouped(chosen, "place", "family"):
+        of_family = [name for name in candidates if _numbered(_split(name)[0], "chosen") == at["family"]]
+        for name in sorted(of_family, key=lambda name: _split(name)[1]):
+            count = sum(row["chosen"] == name for row in found)
+            values = {"chosen": name, "number": f"{_split(name)[1]:g}"}
+            choices.append({**at, **values, "pairs": count, "share": count / len(found)})
+    return choices
+
+
+_CHOSEN = Chart(
+    [
+        Panel(
+            [Marks("share", "number", ["place"], "bars", factor=100)],
+            "{family}",
+            "number of the chosen map",
+            "% of pairs",
+            by=["family"],
+            bottom=0,
+        )
+    ],
+    "Choices by validation accuracy: {title}",
+    columns=1,
+    legend="beside",
+)
 
 
 def stitching_summary(rows: Sequence[Row], *, two_zoos: bool = False) -> list[dict[str, Any]]:

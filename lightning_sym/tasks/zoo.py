@@ -12,6 +12,7 @@ from lightning_sym.curvature import GaussianPrior
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks._members import check_data, given_network
+from lightning_sym.tasks._mixing import check_mixing, mixed, own_shares
 from lightning_sym.tasks._optimizers import describe_optimizer
 from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.metrics import PopulationClassification
@@ -61,6 +62,11 @@ class ZooTask(PopulationTask):
         weight_decay_on: ``"all"`` parameters, or ``"weights"``: those with "weight" in their name, batch norm's
             included, biases not (the paper's code).
         label_smoothing: In ``[0, 1)``.
+        mixup: Parameter of the beta distribution of weights in mixtures of two inputs and of their labels, one for each
+            batch of a member; 0 for none. >= 0.
+        cutmix: The same for CutMix, where a rectangle of an image is replaced by that of another. With both, each batch
+            gets one of the two, equally probable. Classes only, with the default loss. >= 0.
+        mixing_epochs: For how many epochs there are mixtures; default all. >= 1.
         keep: Which weights of a member are kept: of the ``"best"`` epoch by validation accuracy (ties: the lower
             validation loss, then the earlier epoch), as in the paper, or of the ``"last"`` epoch.
         channels_last: Keep images in ``torch.channels_last`` layout (``"loop"`` only). Often faster for
@@ -89,7 +95,8 @@ class ZooTask(PopulationTask):
     References:
         Godfrey, Brown, Emerson, Kvinge (2022), "On the Symmetries of Deep Learning Models and their Internal
         Representations", arXiv:2205.14258, appendix D.1. We choose the epoch on a validation split where the paper
-        uses the test set.
+        uses the test set. Mixtures: Zhang et al. (2018), "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412;
+        Yun et al. (2019), "CutMix: Regularization Strategy to Train Strong Classifiers", arXiv:1905.04899.
     """
 
     def __init__(
@@ -103,6 +110,9 @@ class ZooTask(PopulationTask):
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
         weight_decay_on: Literal["all", "weights"] = "all",
         label_smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mixing_epochs: int | None = None,
         keep: Literal["best", "last"] = "best",
         channels_last: bool = False,
         loss: Callable[[Any, Any], Any] | None = None,
@@ -114,6 +124,12 @@ class ZooTask(PopulationTask):
             raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}.")
         if label_smoothing and loss is not None:
             raise ValueError("label_smoothing is of the cross-entropy, and loss is another one; drop one of the two.")
+        check_mixing(mixup, cutmix, mixing_epochs)
+        if (mixup or cutmix) and (loss is not None or prior_precision is not None):
+            other = "a prior, of the original data" if loss is None else "a loss of its own"
+            raise ValueError(
+                f"mixup and cutmix change the labels of the cross-entropy, and there is {other}; drop one."
+            )
         if channels_last and execution == "vmap":
             raise ValueError('channels_last works with execution="loop" only; drop one of the two.')
         super().__init__(
@@ -139,6 +155,7 @@ class ZooTask(PopulationTask):
         self.initial = initial
         self.allow = tuple(allow or ())
         self.label_smoothing = label_smoothing
+        self.mixup, self.cutmix, self.mixing_epochs = mixup, cutmix, mixing_epochs
         self.channels_last = channels_last
         if prior_precision is not None:
             regression = isinstance(loss, SquaredDistance)
@@ -155,7 +172,7 @@ class ZooTask(PopulationTask):
                 members=self.numbers,
             )
             describe_optimizer(self)  # refuses weight decay now
-            if type(self).training_batch is not PopulationTask.training_batch:
+            if type(self).training_batch is not ZooTask.training_batch:
                 warnings.warn(
                     f"{type(self).__name__} changes training batches (training_batch), and the evidence of "
                     "prior_precision is that of the original data: with changed targets, as in mixup, the training "
@@ -214,6 +231,17 @@ class ZooTask(PopulationTask):
         if self.execution == "loop":
             return LoopPopulation(self.make_member, numbers, channels_last=self.channels_last)
         return super().make_population(numbers)
+
+    def training_batch(self, batch: Any, batch_idx: int) -> tuple[Tensor, Any]:
+        """Return inputs and targets, mixed with those of another input if that is wanted."""
+        inputs, targets = super().training_batch(batch, batch_idx)
+        over = self.mixing_epochs is not None and self.current_epoch >= self.mixing_epochs
+        if over or not (self.mixup or self.cutmix):
+            return inputs, targets
+        randoms = [self.step_generator("mixing", number, batch_idx) for number in self.population.numbers]
+        shares = [own_shares(self.mixup, self.cutmix, inputs.shape[2:], random) for random in randoms]
+        classes: int = self.trainer.datamodule.num_classes  # type: ignore[attr-defined]
+        return mixed(inputs, targets, shares, classes)
 
     def on_train_start(self) -> None:
         """Check that the best weights can be told."""

@@ -198,6 +198,13 @@ descending = functools.partial(matching, methods=["orbit_descent", "soft_maps"])
 RESUMED = {
     **CASES,
     "zoo, vectorised": Case(functools.partial(restless, execution="vmap", keep="best"), MEMBER, 1, 1, processes={}),
+    "zoo, mixed": Case(
+        functools.partial(restless, mixup=0.8, cutmix=1.0, mixing_epochs=2),
+        MEMBER,
+        1,
+        1,
+        processes={"ddp_members_fork": 2},
+    ),
     "matching, descending": Case(descending, {"pairs": [[0, 2]]}, 0, 1, processes={"ddp_fork": 2}),
 }
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -13,6 +13,7 @@ import torchvision
 from torch import nn
 
 from lightning_sym.networks import (
+    CIFARPreResNet,
     CIFARResNet,
     CIFARResNet18,
     CompactTransformer,
@@ -46,6 +47,9 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int, int],
     "resnet20_a": (lambda: CIFARResNet(), (1, 3, 32, 32), {16: 5, 32: 4, 64: 3}, 475.6, 688 + 336 + 64, 688),
     "resnet20_b": (lambda: CIFARResNet(shortcut="B"), (1, 3, 32, 32), {16: 4, 32: 4, 64: 4}, 551.4, 784 + 336 + 112,
         784),
+    # Of each channel: a scale before and after each batch norm within a branch; one in a stream, one after each norm.
+    "preresnet20": (lambda: CIFARPreResNet(), (1, 3, 32, 32), {16: 4, 32: 4, 64: 4}, 551.4,
+        3 * 2 * (16 + 32 + 64) + 5 * 16 + 4 * (32 + 64), 448),
     "cifar_resnet18": (lambda: CIFARResNet18(), (1, 3, 32, 32), {64: 3, 128: 3, 256: 3, 512: 3}, 5934.5, 7680, 4800),
 }  # fmt: skip
 

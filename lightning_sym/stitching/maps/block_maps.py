@@ -155,6 +155,7 @@ class BlockMap(StitchingMap):
     Args:
         port: Equal widths, the axis, and ``blocks``: the group on the channels.
         projection: Projection of the permutations, see :class:`~lightning_sym.stitching.GroupMap`.
+        alpha: Weight of their regularisation, see there; >= 0.
 
     Attributes:
         parts: The maps.
@@ -165,7 +166,7 @@ class BlockMap(StitchingMap):
 
     needs_equal_widths: ClassVar[bool] = True
 
-    def __init__(self, port: Port, projection: Projection = "sinkhorn") -> None:
+    def __init__(self, port: Port, projection: Projection = "sinkhorn", alpha: float = 0.1) -> None:
         super().__init__(port)
         if port.blocks is None:
             raise ValueError("BlockMap needs a port with blocks of channels; use GroupMap.")
@@ -176,11 +177,11 @@ class BlockMap(StitchingMap):
             channels = torch.stack(own).flatten()
             width = Port(len(channels), len(channels), group=PERMUTATIONS)
             if own[0].shape[1] == 1 and inside == "invertible":
-                made.append(HeadMap(width, len(own), projection))
+                made.append(HeadMap(width, len(own), projection, alpha))
             elif own[0].shape[1] == 1 and inside == "orthogonal" and len(own) == 1:
                 made.append(OnesFixingMap(width) if port.blocks.fixes_ones else OrthogonalMap(width))
             elif own[0].numel() == 1 and len(own) > 1:
-                made.append(GroupMap(width, projection=projection))
+                made.append(GroupMap(width, alpha, projection))
             else:  # identity
                 continue
             self._at.append(channels)
@@ -241,7 +242,7 @@ def _joined(lists: Iterable[list[nn.Parameter]]) -> list[nn.Parameter]:
     return [parameter for own in lists for parameter in own]
 
 
-def group_map(port: Port, projection: Projection = "sinkhorn") -> StitchingMap:
+def group_map(port: Port, projection: Projection = "sinkhorn", alpha: float = 0.1) -> StitchingMap:
     """Make the map of a port's group: a :class:`BlockMap` if the group mixes channels within blocks.
 
     Otherwise it is a :class:`~lightning_sym.stitching.GroupMap`.
@@ -249,5 +250,6 @@ def group_map(port: Port, projection: Projection = "sinkhorn") -> StitchingMap:
     Args:
         port: Widths, axis and group.
         projection: Projection of the permutations.
+        alpha: Weight of their regularisation, >= 0.
     """
-    return GroupMap(port, projection=projection) if port.blocks is None else BlockMap(port, projection)
+    return GroupMap(port, alpha, projection) if port.blocks is None else BlockMap(port, projection, alpha)

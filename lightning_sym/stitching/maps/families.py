@@ -52,10 +52,11 @@ def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
     """Return a function that makes a map of a family from a port.
 
     Args:
-        name: ``full``; ``rank(1)`` (any rank >= 1); ``lasso`` (penalty 0.01) or ``lasso(0.001)``; ``group`` or
-            ``group(euclidean)``, with the projection, which is a :class:`BlockMap` for ports with blocks of channels;
-            ``softsort``; ``orthogonal``; ``identity``; and without training
-            ``least_squares``, ``assignment`` and ``procrustes``. For other options use the class.
+        name: ``full``; ``rank(1)`` (any rank >= 1); ``lasso`` (penalty 0.01) or ``lasso(0.001)``; ``group``,
+            ``group(euclidean)`` with the projection, ``group(0.01)`` with alpha, or ``group(euclidean,0.01)`` with
+            both, which is a :class:`BlockMap` for ports with blocks of channels; ``softsort``; ``orthogonal``;
+            ``identity``; and without training ``least_squares``, ``assignment`` and ``procrustes``. For
+            other options use the class.
 
     Returns:
         A function of the :class:`Port`; call it once per port.
@@ -76,37 +77,42 @@ def stitching_map(name: str) -> Callable[[Port], StitchingMap]:
         return make
     if kind not in _ARGUMENTS:
         raise ValueError(f"The stitching map {kind!r} takes no argument, got {name!r}.")
-    option, read = _ARGUMENTS[kind]
-    return functools.partial(make, **{option: read((argument or "").strip(), name)})
+    return functools.partial(make, **_ARGUMENTS[kind]((argument or "").strip(), name))
 
 
-def _rank(text: str, name: str) -> int:
+def _rank(text: str, name: str) -> dict[str, Any]:
     """Parse the rank, an integer >= 1."""
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ValueError(f"rank needs an integer >= 1, as in rank(1), got {name!r}.")
-    return int(text)
+    return {"rank": int(text)}
 
 
-def _penalty(text: str, name: str) -> float:
-    """Parse the penalty of the lasso, a finite number >= 0."""
+def _weight(text: str) -> float | None:
+    """Return the weight of a regulariser, a finite number >= 0; None for another text."""
     try:
-        penalty = float(text)
+        weight = float(text)
     except ValueError:
-        penalty = math.nan
-    if not (math.isfinite(penalty) and penalty >= 0):
+        return None
+    return weight if math.isfinite(weight) and weight >= 0 else None
+
+
+def _penalty(text: str, name: str) -> dict[str, Any]:
+    """Parse the penalty of the lasso."""
+    if (penalty := _weight(text)) is None:
         raise ValueError(f"The penalty of lasso must be a number >= 0, as in lasso(0.01), got {name!r}.")
-    return penalty
+    return {"penalty": penalty}
 
 
-def _projection(text: str, name: str) -> str:
-    """Parse the projection of the group's relaxation."""
-    check_known("projection of group", text, get_args(Projection))
-    return text
+def _group(text: str, name: str) -> dict[str, Any]:
+    """Parse the projection of the group's relaxation, the weight of its regulariser, or both in this order."""
+    first, comma, last = map(str.strip, text.partition(","))
+    alpha = _weight(last if comma else first)
+    if comma and alpha is None:
+        raise ValueError(f"alpha of group must be a number >= 0, as in group(euclidean,0.01), got {name!r}.")
+    if comma or alpha is None:
+        check_known("projection of group", first, get_args(Projection))
+    return ({"projection": first} if comma or alpha is None else {}) | ({} if alpha is None else {"alpha": alpha})
 
 
-# By family, the option in brackets and its parser.
-_ARGUMENTS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
-    "rank": ("rank", _rank),
-    "lasso": ("penalty", _penalty),
-    "group": ("projection", _projection),
-}
+# By family, the parser of the options in brackets.
+_ARGUMENTS: dict[str, Callable[[str, str], dict[str, Any]]] = {"rank": _rank, "lasso": _penalty, "group": _group}

@@ -90,3 +90,17 @@ def test_a_stitch_that_diverged_is_named_and_has_no_penalty(cnn_zoo, tmp_path, c
     assert rows["group", "recalibrated"]["stopped"] == "its training loss is not finite"
     assert math.isfinite(float(rows["full", "recalibrated"]["penalty"]))
     assert "pair-0-1/activation1/group was stopped" in " ".join(capsys.readouterr().out.split())
+
+
+def test_choosing_is_checked_before_training(cnn_zoo, tmp_path):
+    task = StitchingTask(str(cnn_zoo), pairs=[[0, 1]], maps=["full", "group(0.1)", "group"])
+    with pytest.raises(ValueError, match="choose names 'group', which needs two or more maps"):
+        fit(task, digits(), StitchingReport(choose=["group"]), folder=tmp_path)
+    task = StitchingTask(str(cnn_zoo), pairs=[[0, 1]], maps=["group(1)", "group(0.1)"])
+    with pytest.raises(ValueError, match="choose needs validation data"):
+        fit(task, digits(val_fraction=0.0), StitchingReport(choose=["group"]), folder=tmp_path)
+    with pytest.raises(ValueError, match="choose must be a list of different names"):
+        StitchingReport(choose=["group", "group"])
+    fit(task, digits(), BatchNormRecalibration(), StitchingReport(choose=["group"]), folder=tmp_path)
+    rows = read_csv(tmp_path / "results" / "choices.csv")
+    assert sum(int(row["pairs"]) for row in rows) == 4  # one pair at four sites

@@ -126,6 +126,7 @@ def test_labels_are_for_people():
     assert readable_names("blocks.2") == "after block 2"
     assert readable_names("least_squares") == "least squares"
     assert readable_names("rank(4), group(euclidean)") == "rank 4, group, Euclidean"
+    assert readable_names("group(0.01), group(euclidean,chosen)") == "group, 0.01, group, Euclidean, chosen"
     for unchanged in ("layer1.0.conv1.weight", r"$\alpha$: activation1", "runs/activation1", "val_loss", ""):
         assert readable_names(unchanged) == unchanged
     assert without_common_prefix(["a.b.0", "a.b.1"]) == ["b.0", "b.1"]

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_sym.networks import (
+    CIFARPreResNet,
     CIFARResNet,
     CIFARResNet18,
     CompactTransformer,
@@ -53,6 +54,7 @@ def on_meta(make: Callable[..., Network], *arguments: Any, **options: Any) -> Ne
         (CIFARResNet(32), 464_154),
         (CIFARResNet(44), 658_586),
         (CIFARResNet(56), 853_018),
+        (CIFARPreResNet(), 272_282),
         (CIFARResNet18(), 11_173_962),
         (ResidualCNN(), 38_378),
         (MultiLayerPerceptron(), 784 * 512 + 512 + 2 * (512 * 512 + 512) + 5130),
@@ -107,6 +109,7 @@ def test_activations_are_where_the_paper_counts_them(network: Network, positions
         (CIFARResNet, {"width": 2}),
         (CIFARResNet, {"width": 3, "shortcut": "B"}),
         (CIFARResNet18, {"width": 1}),
+        (CIFARPreResNet, {"depth": 8, "width": 1}),
         (MultiLayerPerceptron, {"widths": [3]}),
         (CompactTransformer, {"variant": "2/3x1", "width": 4}),
         (CompactTransformer, {"variant": "2/7x2", "width": 4, "positions": "sinusoidal"}),

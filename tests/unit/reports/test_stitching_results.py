@@ -7,7 +7,7 @@ import pytest
 from helpers import printed
 
 from lightning_sym._tags import details
-from lightning_sym.reports.stitching import stitching_results, stitching_rows, stitching_summary
+from lightning_sym.reports.stitching import differs_by_number, stitching_results, stitching_rows, stitching_summary
 
 
 def network(lower, upper, site, family, batch_norm=False, target_site=None):
@@ -121,3 +121,52 @@ def test_many_sites_are_summed_up_and_many_stopped_ones_counted():
     assert len(stopped.notes) == 1 + 4 + 1
     assert "pair-0-1/site1/full was stopped: why" in stopped.notes
     assert stopped.notes[-1] == "1 more were stopped; see penalties.csv"
+
+
+def test_the_best_map_on_validation_data_is_chosen_for_each_pair_and_site():
+    families = ["full", "group(0.1)", "group(10)", "group(euclidean,1)", "group(euclidean,2)"]
+    networks = [network(*pair, site, family) for pair in [(0, 1), (1, 2)] for site in "ab" for family in families]
+    penalties = [index / 100 for index in range(len(networks))]
+    accuracies = iter([0.5, 0.9, 0.8, 0.7, 0.7, 0.5, 0.9, 0.9, 0.1, 0.2] * 2)
+    losses = iter([0.1, 0.3, 0.2, 0.5, 0.4, 0.1, 0.3, 0.2, 0.1, 0.1] * 2)
+    for one in networks:
+        one["val_accuracy"], one["val_loss"] = next(accuracies), next(losses)
+    # At b, equal accuracies: the lower loss. The Euclidean one of the last network was stopped: the other one is left.
+    found = results(networks, {"as is": evaluation(penalties)}, {19: "why"}, choose=["group", "group(euclidean)"])
+    table, summary, choices = found.tables
+    chosen = {(row["lower"], row["place"], row["family"]): row for row in table.rows if row["chosen"]}
+    expected = {
+        (0, "a", "group(chosen)"): 1, (0, "b", "group(chosen)"): 7, (1, "a", "group(chosen)"): 11,
+        (1, "b", "group(chosen)"): 17, (0, "a", "group(euclidean,chosen)"): 4, (0, "b", "group(euclidean,chosen)"): 9,
+        (1, "a", "group(euclidean,chosen)"): 14, (1, "b", "group(euclidean,chosen)"): 18,
+    }  # fmt: skip
+    assert {key: (row["chosen"], row["penalty"]) for key, row in chosen.items()} == {
+        key: (networks[index]["family"], penalties[index]) for key, index in expected.items()
+    }
+    means = {(row["place"], row["family"]): row["penalty"] for row in summary.rows}
+    assert means["b", "group(chosen)"] == pytest.approx((0.07 + 0.17) / 2)
+    counts = {(row["place"], row["chosen"]): (row["pairs"], row["share"]) for row in choices.rows}
+    assert counts["a", "group(0.1)"] == counts["b", "group(10)"] == (2, 1.0)
+    assert counts["a", "group(10)"] == counts["b", "group(0.1)"] == (0, 0.0)
+    assert counts["b", "group(euclidean,1)"] == counts["b", "group(euclidean,2)"] == (1, 0.5)
+    # The chosen maps stand for those they were chosen from.
+    shown = ["full", "group(chosen)", "group(euclidean,chosen)"]
+    assert found.numbers["test_penalty"] == pytest.approx(mean([means[site, name] for site in "ab" for name in shown]))
+    assert [name for name, _ in found.figures] == ["penalties", "choices"]
+    assert found.places["choices"] == "choices.png"
+
+
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [
+        ("group(1e-05)", "group"),
+        ("group(euclidean,0.1)", "group(euclidean)"),
+        ("rank(4)", "rank"),
+        ("lasso(0)", "lasso"),
+    ],
+)
+def test_families_that_differ_by_a_number(family, base):
+    assert differs_by_number(family, base)
+    assert not differs_by_number(base, base)
+    assert not differs_by_number(family, family)
+    assert not differs_by_number(f"{base}(chosen)", base)

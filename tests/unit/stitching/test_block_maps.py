@@ -103,6 +103,9 @@ def test_a_block_map_is_put_together_of_its_parts(fixes_ones):
         torch.testing.assert_close(stitch(x), x @ planted.T, rtol=0, atol=1e-9)
     # Permutations of two heads and of two units, with the square root of 2 as norm each.
     assert stitch.regularization().item() == pytest.approx(-0.2 * 2**0.5)
+    assert all(
+        part.alpha == 3 for part in BlockMap(Port(10, 10, blocks=mixed()), alpha=3).parts if hasattr(part, "alpha")
+    )
 
 
 def test_block_maps_need_blocks():

@@ -329,6 +329,13 @@ def test_names():
     assert type(stitching_map(" group ( euclidean ) ")(RELU)) is GroupMap
     assert stitching_map("group(euclidean)")(RELU).projection == "euclidean"
     assert stitching_map("group")(RELU).projection == "sinkhorn"
+    assert (stitching_map("group(1e-3)")(RELU).projection, stitching_map("group(1e-3)")(RELU).alpha) == (
+        "sinkhorn",
+        1e-3,
+    )
+    assert stitching_map("group(euclidean)")(RELU).alpha == 0.1
+    both = stitching_map("group(euclidean, 0.5)")(RELU)
+    assert (both.projection, both.alpha) == ("euclidean", 0.5)
     assert stitching_map("rank(3)")(RELU).rank == 3
     assert stitching_map("lasso(1e-3)")(RELU).penalty == 1e-3
     assert stitching_map("lasso")(RELU).penalty == 0.01
@@ -343,6 +350,11 @@ def test_names():
         refused(stitching_map, "rank", says="rank needs an integer >= 1, as in rank(1), got 'rank'"),
         *(refused(stitching_map, f"rank({bad})", says="rank needs an integer >= 1") for bad in ("0", "1.5")),
         *(refused(stitching_map, f"lasso({bad})", says="penalty of lasso must be") for bad in ("-1", "much", "")),
+        *(
+            refused(stitching_map, f"group(euclidean,{bad})", says="alpha of group must be")
+            for bad in ("-1", "", "much")
+        ),
+        refused(stitching_map, "group(-1)", says="Unknown projection of group '-1'"),
         refused(stitching_map, "group(euclid)", says=("Unknown projection of group 'euclid'", "mean 'euclidean'")),
         *(refused(stitching_map, bad, says=f"Unknown stitching map {bad!r}") for bad in ("", 3)),
         refused(Port, 3, 0, says="out_channels of a port must be an integer >= 1, got 0"),

@@ -13,12 +13,14 @@ from pytorch_lightning import Trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchvision.transforms import v2
 
 from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
 from lightning_sym.tasks import CrossEntropy, ZooTask
 from lightning_sym.tasks._divergence import Divergence
+from lightning_sym.tasks._mixing import mixed, own_shares
 from lightning_sym.tasks.metrics import PopulationClassification
 
 BATCH = 16
@@ -485,3 +487,67 @@ def test_losses_from_yaml(written):
     task = parser.instantiate_classes(parser.parse_object({"zoo": {"network": network, "loss": written}})).zoo
     a, b = torch.ones(3, 2), torch.zeros(3, 2)
     assert float(task.loss(a, b)) == (1.0 if isinstance(written, str) else 6.0)
+
+
+# ---- mixtures of inputs
+
+
+@pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
+def test_mixtures_are_those_of_torchvision(kind):
+    """With the same draws: the share, and the rectangle where it is read off."""
+    images, labels = torch.rand(2, 5, 3, 8, 6, dtype=torch.float64), torch.randint(10, (2, 5))
+    for seed in range(20):
+        randoms = [torch.Generator().manual_seed(2 * seed + row) for row in range(2)]
+        settings = (0.8, 0.0) if kind is v2.MixUp else (0.0, 1.0)
+        shares = [own_shares(*settings, images.shape[2:], random) for random in randoms]
+        found, targets = mixed(images, labels, shares, 10)
+        for row, share in enumerate(shares):
+            own = labels[row]
+            given = {"labels": own, "batch_size": 5, "lam": float(share.mean())}
+            if kind is v2.CutMix:
+                rows, columns = (share == 0).any(1).nonzero(), (share == 0).any(0).nonzero()
+                some = bool(len(rows))
+                box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1] if some else [0] * 4
+                given |= {"box": tuple(map(int, box)), "lam_adjusted": float(share.double().mean())}
+            reference = kind(num_classes=10)
+            torch.testing.assert_close(found[row], reference.transform(images[row], given), atol=1e-7, rtol=0)
+            expected = reference.transform(own, given).double()
+            torch.testing.assert_close(targets[row], expected, atol=1e-7, rtol=0)
+
+
+def test_shares_have_their_distributions():
+    random = torch.Generator().manual_seed(0)
+    uniform = torch.stack([own_shares(1.0, 0.0, (8, 8), random) for _ in range(2000)])
+    assert float((uniform < 0.25).float().mean()) == pytest.approx(0.25, abs=0.04)
+    narrow = torch.stack([own_shares(100.0, 0.0, (8, 8), random) for _ in range(200)])
+    assert float((narrow - 0.5).abs().max()) < 0.2
+    both = [own_shares(1.0, 1.0, (8, 8), random).ndim for _ in range(1000)]
+    assert sum(both) / 2 == pytest.approx(500, abs=60)
+    with pytest.raises(ValueError, match="cutmix cuts rectangles from images"):
+        own_shares(0.0, 1.0, (8,), random)
+
+
+def test_mixing_is_that_of_each_member_and_ends(tmp_path):
+    """Loop and vmap agree, and a member is the one that is trained alone."""
+    seen = {}
+
+    class Recorded(ZooTask):
+        def training_batch(self, batch, batch_idx):
+            inputs, targets = super().training_batch(batch, batch_idx)
+            seen.setdefault(self.current_epoch, []).append(targets)
+            return inputs, targets
+
+    mixing = {"mixup": 0.8, "cutmix": 1.0, "mixing_epochs": 2, "optimizer": adam}
+    loop, vmap = (
+        fit(tmp_path / kind, ZooTask(perceptron(), members=2, execution=kind, label_smoothing=0.1, **mixing))
+        for kind in ("loop", "vmap")
+    )
+    alone = fit(tmp_path / "alone", Recorded(perceptron(), members=1, seed=1, label_smoothing=0.1, **mixing))
+    assert_same(loop.population.member_state(1), alone.population.member_state(1))
+    for number in range(2):
+        mine, theirs = (task.population.member_state(number) for task in (loop, vmap))
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    assert [seen[epoch][0].is_floating_point() for epoch in range(3)] == [True, True, False]
+    probabilities = torch.cat(seen[0] + seen[1], dim=1)
+    torch.testing.assert_close(probabilities.sum(2), torch.ones(probabilities.shape[:2]))
+    assert 0.2 < float((probabilities.amax(2) < 1).float().mean()) < 1  # neighbours may have the same label
