@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.tracing.affine.space import (
     Folds,
     Free,
@@ -26,7 +25,6 @@ from lightning_sym.symmetry.tracing.affine.space import (
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
-Floats = NDArray[np.float64]
 # By gain, power and epsilon of a variance: entries of an element, and of the gain.
 Found = dict[tuple[str, int, float | None], list[tuple[Ints, Ints]]]
 _SETTLED = 1e-13  # steps that are smaller than that, relative to the tensors, are rounding
@@ -265,7 +263,7 @@ def folded(structure: Structure) -> Translations:
     return result
 
 
-def _folds_of_entries(structure: Structure, at: Ints, steady: NDArray[np.bool_]) -> Found:
+def _folds_of_entries(structure: Structure, at: Ints, steady: Bools) -> Found:
     """Return the entries of a gain that the first entries of an element are multiples of, by gain and power.
 
     Args:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.gained import Known, find_gained
 from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
@@ -27,7 +28,7 @@ from lightning_sym.symmetry.solving.units import Positions, merge_units
 from lightning_sym.symmetry.solving.unread import unread_units
 from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
+from lightning_sym.symmetry.tracing.numbering import Hashes, flat
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
 _MANY = 1_000_000  # number of atoms above which memory is returned to the system

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import rising, rising_pairs
-from lightning_sym.symmetry.tracing.constraints import UNSET, Ints, Label
+from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
+from lightning_sym.symmetry.tracing.constraints import UNSET, Label
 from lightning_sym.symmetry.tracing.coordinates import (
     coordinates,
     core,

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
+from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
 from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, terms_of
 from lightning_sym.symmetry.tracing.numbering import components
