@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from lightning_sym.merging.methods import METHODS as FORMULAS
 from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.merging.parameters import MergeSettings
 from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
+from lightning_sym.symmetry.views import NamedTensors
 from lightning_sym.weights import read_weights
 
 CONFIG, WEIGHTS, README = "adapter_config.json", "adapter_model.safetensors", "README.md"
@@ -512,13 +513,13 @@ def _places(paths: Sequence[str], tensors: Iterable[str]) -> dict[str, str]:
     return min(found, key=lambda places: len(set(places.values()) - names))
 
 
-class _Changed(Mapping[str, Tensor]):
+class _Changed(NamedTensors):
     """Tensors of a network, some of them changed when asked."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], changes: Mapping[str, Sequence[Callable[[Tensor], Tensor]]]
     ) -> None:
-        self._tensors, self._changes = tensors, changes
+        self._tensors, self._changes, self._names = tensors, changes, tensors
 
     def __getitem__(self, name: str) -> Tensor:
         own = self._tensors[name]
@@ -528,15 +529,6 @@ class _Changed(Mapping[str, Tensor]):
         for change in self._changes[name]:
             found = change(found)
         return found.to(torch.promote_types(own.dtype, torch.float32))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors  # without computing it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def _plus_product(own: LowRank, transposed: bool, name: str, weight: Tensor) -> Tensor:
