@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_sym._documents import load_json
+from lightning_sym._documents import read_json
 from lightning_sym._files import write_atomically
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
@@ -71,12 +71,9 @@ class Adapter:
         for file in (folder / CONFIG, weights):
             if not file.is_file():
                 raise ValueError(f"There is no file {file}; expected an adapter's folder, as peft saves it.")
-        try:
-            config = load_json((folder / CONFIG).read_text(encoding="utf-8"))
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise ValueError(f"{folder / CONFIG} is damaged; expected the JSON that peft writes.")
+        config = read_json(folder / CONFIG)
+        if config is None:
+            raise ValueError(f"{folder / CONFIG} is damaged or cannot be read; expected the JSON that peft writes.")
         tensors = read_weights(weights)
         adapter = cls(config, tensors, str(folder))
         adapter.products  # noqa: B018  # checks the tensors

@@ -30,10 +30,11 @@ from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.merging import METHODS, MergeConfig, MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint
-from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
+from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
 from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
 from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.symmetry.arrays import give_back_memory
 from lightning_sym.symmetry.proof import double_copies
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import ModelZoo

@@ -1,7 +1,5 @@
 """The solution of all constraints: the group of permutations, scales, signs and matrices."""
 
-import contextlib
-import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.arrays import Ints, give_back_memory
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.gained import Known, find_gained
 from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
@@ -149,8 +147,7 @@ def find_group(labels: Labels, known: Known) -> Group:
 def _give_back(atoms: int) -> None:
     """Return freed memory to the system if there are many atoms: glibc keeps it between large arrays."""
     if atoms > _MANY:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems have no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()
 
 
 def _on_parameters(
