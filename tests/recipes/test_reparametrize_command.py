@@ -568,7 +568,7 @@ def test_a_run_that_is_killed_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch)
 def test_a_changed_function_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     as_file(perceptron(), "a.safetensors")
     before = set(Path().rglob("*"))
-    change = "lightning_sym.symmetry.moves.moved.output_change"
+    change = "lightning_sym.symmetry.moves.moved.largest_output_change"
     monkeypatch.setattr(change, lambda *_: (0.5, torch.float64))
     result = call(
         "reparametrize", "a.safetensors", *MLP, "--objective=weight_norm", "--max_steps=1", "--out=m.safetensors"

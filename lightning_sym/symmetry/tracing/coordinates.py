@@ -48,7 +48,7 @@ def varying_axes(moved: Tensor) -> list[int]:
     ]
 
 
-def on_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
+def reduced_to_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
     """Reduce moved coordinates to some axes; they must be constant along the others."""
     moved = core(moved)
     others = tuple(axis for axis in range(moved.ndim) if axis not in axes)
