@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_sym._documents import load_json
+from lightning_sym._documents import read_json
 from lightning_sym._files import is_temporary
 
 # Files with the weights of a model, in the search order of from_pretrained.
@@ -237,9 +237,5 @@ def check_model_folder(folder: str | Path) -> None:
 
 def configuration_in(folder: Path) -> dict[str, Any] | None:
     """Return the configuration of the model in a folder; None if there is none."""
-    try:
-        content = load_json((folder / CONFIGURATION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    known = isinstance(content, dict) and ("model_type" in content or "architecture" in content)  # transformers, timm
-    return content if known else None
+    content: dict[str, Any] = read_json(folder / CONFIGURATION) or {}
+    return content if "model_type" in content or "architecture" in content else None  # transformers, timm

@@ -1,6 +1,7 @@
 """YAML and JSON from untrusted sources, read within limits."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -98,6 +99,15 @@ def _expanded(node: yaml.Node | None, sizes: dict[int, int]) -> int:
         raise TooLargeError(f"it holds more than {_MOST} values with expanded aliases")
     sizes[id(node)] = size
     return size
+
+
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Return the content of a file of JSON; None if it cannot be read, is damaged, or holds no value of this kind."""
+    try:
+        content = load_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # the second: neither text nor JSON
+        return None
+    return content if isinstance(content, kind) else None
 
 
 def load_json(text: str | bytes) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._documents import TooLargeError, load_json, load_yaml
+from lightning_sym._documents import TooLargeError, load_yaml, read_json
 from lightning_sym._text import unknown
 
 CONFIG = "config.yaml"
@@ -173,12 +173,9 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = load_json(file.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is damaged; expected a table of results.")
+    content: dict[str, Any] | None = read_json(file)
+    if content is None:
+        raise ValueError(f"{file} is damaged or cannot be read; expected a table of results.")
     return content
 
 

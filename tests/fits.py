@@ -1,20 +1,41 @@
 """Short, quiet runs of a trainer, for the tests of several folders and for the scripts of ``distributed/``."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from lightning_sym.datamodules import DigitsDataModule, InputDataModule
+from lightning_sym.datamodules import DigitsDataModule, InputDataModule, TensorLoader
+
+N = TypeVar("N", bound=nn.Module)
 
 
 def digits(**changes: Any) -> DigitsDataModule:
     """Return 80 digits in batches of 16."""
     return DigitsDataModule(**{"batch_size": 16, "max_samples": 80, **changes})
+
+
+def descended(network: N, data: DigitsDataModule, steps: int, lr: float) -> N:
+    """Return a network after some steps of Adam on all images, so that not everything can go for nothing."""
+    images, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
+    optimizer = torch.optim.Adam(network.train().parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(images), labels).backward()
+        optimizer.step()
+    return network.eval()
+
+
+def epoch(loader: TensorLoader, number: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Return the batches of one epoch."""
+    loader.set_epoch(number)
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    return batches
 
 
 def saving(folder: Path, filename: str = "last", **changes: Any) -> ModelCheckpoint:

@@ -91,7 +91,7 @@ def separated(args: Sequence[str], flags: Sequence[str] = ()) -> tuple[list[str]
 def read_own(
     command: str, args: Sequence[str], known: Sequence[str], flags: Sequence[str] = ()
 ) -> tuple[Tree, list[str]]:
-    """Read the options and positional words of a command that Lightning does not have.
+    """Read the options and positional words of a command that Lightning does not have; ``--flag=false`` is left out.
 
     Args:
         command: Name of the command, for errors.
@@ -100,7 +100,7 @@ def read_own(
         flags: Names of those that take no value.
 
     Raises:
-        ValueError: If an option is unknown.
+        ValueError: If an option is unknown, or one that takes no value has one.
     """
     options, names = separated(args, flags)
     if wrong := with_one_dash(args):
@@ -109,7 +109,9 @@ def read_own(
     for name in given:
         if name not in known:
             raise ValueError(f"{command} has no option '{name}'.{nearest(name, known)}")
-    return given, names
+        if name in flags and not isinstance(given[name], bool):
+            raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
+    return {name: value for name, value in given.items() if name not in flags or value}, names
 
 
 def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:

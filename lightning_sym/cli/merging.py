@@ -158,9 +158,6 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(unknown("method", method, METHODS))
     if (out_dtype := given.get("out-dtype")) not in (None, *DTYPES):
         raise ValueError(unknown("word of --out-dtype", out_dtype, DTYPES))
-    for name in _FLAGS:
-        if given.get(name, True) is not True:
-            raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
     align = "none" if "no-align" in given else given.get("align")
     if align is not None and align not in WAYS:
         raise ValueError(f"--align takes {', '.join(WAYS)}, got {align!r}.{nearest(str(align), WAYS)}")

@@ -145,9 +145,6 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(f"Expected one checkpoint, got {', '.join(files) or 'none'}.")
     if not class_of(given.get("out")):
         raise ValueError("Missing: --out.")
-    for name in _FLAGS:
-        if given.get(name, True) is not True:
-            raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
     objective = class_of(given.get("objective"))
     if bool(objective) == ("apply" in given):
         raise ValueError(f"Expected one of --objective and --apply, got {'both' if objective else 'neither'}.")

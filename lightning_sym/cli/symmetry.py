@@ -79,9 +79,7 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(f"Expected one network, got {', '.join(names) or 'none'}.")
     if not isinstance(arguments, Mapping):
         raise ValueError("--network takes the arguments of a class, as in --network.width 8.")
-    meta, tokens, out = given.get("meta") or False, whole(given, "tokens", 1), given.get("out")
-    if "meta" in given and given["meta"] not in ("", None, True, False):
-        raise ValueError(f"--meta takes no value, got {given['meta']!r}.")
+    tokens, out = whole(given, "tokens", 1), given.get("out")
     if out is not None and not str(out).endswith(".json"):
         raise ValueError(f"--out takes a file that ends in .json, got {out}.")
     return Asked(
@@ -90,7 +88,7 @@ def read_options(args: Sequence[str]) -> Asked:
         shape_of(given["input"]) if "input" in given else None,
         tokens,
         given.get("output"),
-        "meta" in given and meta is not False,
+        "meta" in given,
         None if out is None else Path(out),
     )
 

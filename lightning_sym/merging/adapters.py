@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_sym._documents import load_json
+from lightning_sym._documents import read_json
 from lightning_sym._files import write_atomically
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
@@ -21,6 +21,7 @@ from lightning_sym.merging.methods import METHODS as FORMULAS
 from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.merging.parameters import MergeSettings
 from lightning_sym.symmetry.low_rank import Gauge, LowRank, difference, mean_factors, mean_product
+from lightning_sym.symmetry.views import NamedTensors
 from lightning_sym.weights import read_weights
 
 CONFIG, WEIGHTS, README = "adapter_config.json", "adapter_model.safetensors", "README.md"
@@ -70,12 +71,9 @@ class Adapter:
         for file in (folder / CONFIG, weights):
             if not file.is_file():
                 raise ValueError(f"There is no file {file}; expected an adapter's folder, as peft saves it.")
-        try:
-            config = load_json((folder / CONFIG).read_text(encoding="utf-8"))
-        except ValueError:
-            config = None
-        if not isinstance(config, dict):
-            raise ValueError(f"{folder / CONFIG} is damaged; expected the JSON that peft writes.")
+        config = read_json(folder / CONFIG)
+        if config is None:
+            raise ValueError(f"{folder / CONFIG} is damaged or cannot be read; expected the JSON that peft writes.")
         tensors = read_weights(weights)
         adapter = cls(config, tensors, str(folder))
         adapter.products  # noqa: B018  # checks the tensors
@@ -512,13 +510,13 @@ def _places(paths: Sequence[str], tensors: Iterable[str]) -> dict[str, str]:
     return min(found, key=lambda places: len(set(places.values()) - names))
 
 
-class _Changed(Mapping[str, Tensor]):
+class _Changed(NamedTensors):
     """Tensors of a network, some of them changed when asked."""
 
     def __init__(
         self, tensors: Mapping[str, Tensor], changes: Mapping[str, Sequence[Callable[[Tensor], Tensor]]]
     ) -> None:
-        self._tensors, self._changes = tensors, changes
+        self._tensors, self._changes, self._names = tensors, changes, tensors
 
     def __getitem__(self, name: str) -> Tensor:
         own = self._tensors[name]
@@ -528,15 +526,6 @@ class _Changed(Mapping[str, Tensor]):
         for change in self._changes[name]:
             found = change(found)
         return found.to(torch.promote_types(own.dtype, torch.float32))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors  # without computing it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def _plus_product(own: LowRank, transposed: bool, name: str, weight: Tensor) -> Tensor:

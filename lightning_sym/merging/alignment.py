@@ -14,8 +14,9 @@ from lightning_sym._distributed import Batches, device_of
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import mean_tensors
-from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
+from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.merging.sketches import EXPLAINED, WORTH, sketched
+from lightning_sym.symmetry.arrays import give_back_memory
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.assignment import Tables, within_cells

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from lightning_sym._checks import is_integer
-from lightning_sym._documents import StrictLoader, load_json, load_yaml
+from lightning_sym._documents import StrictLoader, load_yaml, read_json
 from lightning_sym._text import nearest, unknown
 from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
 from lightning_sym.merging.adapters import MergedAdapters, is_adapter
+from lightning_sym.merging.alignment import HOW
 from lightning_sym.merging.card import write_merged_adapters
 from lightning_sym.merging.checkpoints import MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.methods import FLAGS, METHODS, MergeMethod, merge_method
@@ -34,7 +35,6 @@ _REFUSED = {
     "experts": "building mixtures of experts needs mergekit-moe",
     "gate_mode": "building mixtures of experts needs mergekit-moe",
 }
-_ALIGN = ("auto", "weights", "activations", "none")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 # Parameters of mergekit that change nothing here. Means on the sphere are iterated until they converge.
 _IDLE: Mapping[str, tuple[str, ...] | None] = {
@@ -258,7 +258,7 @@ def _read(file: Path, content: object) -> MergeConfig:
         settings=_settings(
             method, entries, scopes, base is not None or (of_adapters and method.base == "needed"), seed
         ),
-        align=_word(top, "align", _ALIGN) or "auto",
+        align=_word(top, "align", HOW) or "auto",
         network=_class(top, "network"),
         data=_class(top, "data"),
         ignore=_patterns(top.get("ignore", ())),
@@ -384,8 +384,8 @@ def _model(node: object, where: str, folder: Path) -> str:
         if not part or not os.path.exists(folder / part):
             near = _near(folder / part) if part else ""
             raise ValueError(
-                f"{where}: there is no {part!r} in the folder of this file, {_shown(folder)}; expected the path of a "
-                f"local model, as nothing is downloaded.{near}"
+                f"{where}: there is no {part!r} in the folder of this file, {folder.absolute()}; expected the path of "
+                f"a local model, as nothing is downloaded.{near}"
             )
     return "+".join(os.path.normpath(folder / part) for part in parts)
 
@@ -405,10 +405,6 @@ def _near(path: Path) -> str:
         return nearest(path.name, os.listdir(path.parent))
     except OSError:
         return ""
-
-
-def _shown(folder: Path) -> str:
-    return str(folder.absolute())
 
 
 def _check_whole(node: object, path: str, where: str) -> None:
@@ -432,11 +428,8 @@ def _check_whole(node: object, path: str, where: str) -> None:
 
 def _depth(file: Path) -> int | None:
     """Return the number of layers from a configuration of transformers; None without one."""
-    try:
-        content = load_json(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    for own in (content, content.get("text_config")) if isinstance(content, dict) else ():
+    content = read_json(file) or {}
+    for own in (content, content.get("text_config")):
         for name in _DEPTHS:
             if isinstance(own, dict) and is_integer(own.get(name)):
                 return int(own[name])

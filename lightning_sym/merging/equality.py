@@ -94,7 +94,7 @@ def equality(
         for element in elements:
             ours, theirs = state_tensors(one), state_tensors(two)
             times, worst = weight_difference(symmetry, ours, theirs, element, rounding, seed)
-            if times > 1 and not _is_identity(symmetry, element):
+            if times > 1 and not symmetry.factors.is_identity(element):
                 moved = symmetry.act(element, double_copy(b).eval(), inplace=True)
                 near = weight_matching(symmetry, one, moved, seed=seed).element
                 times, worst = weight_difference(
@@ -102,14 +102,6 @@ def equality(
                 )
             found.append(Equality("equal" if times <= 1 else "same function", times, worst, count))
         return tuple(found)
-
-
-def _is_identity(symmetry: Symmetry, element: Element) -> bool:
-    own, other = (
-        [leaf for leaf in pytree.tree_leaves(vars(each)) if isinstance(leaf, Tensor)]
-        for each in (element, symmetry.identity())
-    )
-    return len(own) == len(other) and all(torch.equal(x, y) for x, y in zip(own, other, strict=True))
 
 
 # ---- functions

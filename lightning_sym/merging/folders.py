@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_sym._checkpoint_files import CONFIGURATION, configuration_in
-from lightning_sym._documents import load_json
+from lightning_sym._documents import load_json, read_json
 from lightning_sym.models import with_defaults
 
 # Weights, in any format, and descriptions of them.
@@ -170,11 +170,7 @@ def _entries(content: dict[str, Any], start: str = "") -> Iterator[tuple[str, An
 
 def _json_in(folder: Path, name: str, kind: type = dict) -> Any:
     """Return the content of a file of JSON; empty if there is none, or none of this kind."""
-    try:
-        content = load_json((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return kind()
-    return content if isinstance(content, kind) else kind()
+    return read_json(folder / name, kind) or kind()
 
 
 def _chat_template(folder: Path) -> Any:

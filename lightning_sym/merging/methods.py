@@ -211,7 +211,7 @@ def merge_method(name: str) -> MergeMethod:
     raise ValueError(unknown("merge method", name, METHODS))
 
 
-_RANGES = {"density": "in (0, 1]", "gamma": "in [0, 1)", "epsilon": "in [0, 0.5)"}
+RANGES = {"density": "in (0, 1]", "gamma": "in [0, 1)", "epsilon": "in [0, 0.5)"}
 _FINITE = "in (-inf, inf)"
 
 
@@ -267,7 +267,7 @@ def merge_tensors(
     """
     chosen = method if isinstance(method, MergeMethod) else merge_method(method)
     models = list(tensors)
-    _check_counts(chosen, len(models), base is not None)
+    check_models(chosen, len(models), base is not None)
     each = {"weight": weight, "density": density, "gamma": gamma, "epsilon": epsilon, "scale": scale}
     settings = _settings(
         chosen, len(models), each, {"lambda": lambda_, "normalize": normalize, "rescale": rescale, "t": t}
@@ -316,13 +316,20 @@ def _merged(
     return weighted_sum(flat, found if base is None else [*found, 1 - math.fsum(found)], dtype).reshape(group.shape)
 
 
-def _check_counts(method: MergeMethod, count: int, based: bool) -> None:
-    if count < method.fewest or (method.most is not None and count > method.most):
-        expected = f"{method.fewest}" if method.most == method.fewest else f"at least {method.fewest}"
-        raise ValueError(f"{method.name} merges {expected} models besides a base, got {count}.")
-    if method.base == ("unused" if based else "needed"):
-        says = "needs a base, got none" if not based else "has no place for a base; leave it out, or name it as a model"
-        raise ValueError(f"{method.name} {says}.")
+def check_models(method: MergeMethod, models: int, has_base: bool) -> None:
+    """Check the number of models, and that there is a base if and only if the method uses one.
+
+    Raises:
+        ValueError: If one does not fit the method.
+    """
+    if method.base == "needed" and not has_base:
+        raise ValueError(f"{method.name} needs a base, the parent of the models; pass base (--base, base_model).")
+    if method.base == "unused" and has_base:
+        raise ValueError(f"{method.name} uses no base; leave it out, or put it among the models.")
+    if models < method.fewest or (method.most is not None and models > method.most):
+        least = f"{method.fewest}" if method.fewest == method.most else f"at least {method.fewest}"
+        besides = "" if method.base == "unused" else " besides the base"
+        raise ValueError(f"{method.name} merges {least} model{'s' * (method.fewest > 1)}{besides}, got {models}.")
 
 
 def _settings(
@@ -342,7 +349,7 @@ def _settings(
         if len(values) != count:
             raise ValueError(f"{key} must be one number, or one for each of {count} models, got {len(values)}.")
         for value in values:
-            check_numbers(_RANGES.get(key, _FINITE), **{key: value})
+            check_numbers(RANGES.get(key, _FINITE), **{key: value})
         found[key] = [float(value) for value in values]
     unused: dict[str, object] = {key: each[key] for key, own in found.items() if set(own) != {_DEFAULTS[key]}}
     unused |= {key: own for key, own in shared.items() if own not in (None, _DEFAULTS.get(key))}

@@ -1,7 +1,5 @@
 """Networks with memory-mapped weights, which the operating system can evict from memory."""
 
-import contextlib
-import ctypes
 import mmap
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym.symmetry.arrays import give_back_memory
 from lightning_sym.symmetry.tracing.capture import copied, state_tensors
 
 _ALIGNED = 64  # bytes
@@ -29,12 +28,6 @@ def with_tensors(network: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module
             new = tensors[name].detach()
             made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     return copied(network, made)
-
-
-def give_back_memory() -> None:
-    """Return freed memory to the system, which glibc would otherwise keep."""
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries lack the function
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class NetworkFiles:

@@ -13,10 +13,9 @@ from torch import Tensor
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import nearest
 from lightning_sym.merging.formulas import Tally
-from lightning_sym.merging.methods import FLAGS, MergeMethod, merge_method, merge_tensors
+from lightning_sym.merging.methods import FLAGS, RANGES, MergeMethod, check_models, merge_method, merge_tensors
 
 _NUMBERED = re.compile(r"(.*_)?\d+")
-_RANGES = {"density": "in (0, 1]", "gamma": "in [0, 1)", "epsilon": "in [0, 0.5)"}
 # Entries of these settings must cover every tensor, as in mergekit: a default would give the rest full weight.
 _COVERING = ("weight", "t")
 # Sums of weights below this share of their magnitudes are 0 up to rounding.
@@ -231,7 +230,7 @@ class MergeSettings:
         given = {name.removesuffix("_"): value for name, value in settings.items() if value is not None}
         for name in given:
             check_setting(chosen, name)
-        _check_models(chosen, models, has_base)
+        check_models(chosen, models, has_base)
         shared = {
             name: _complete(name, Setting.of(given.get(name, default), name, flag=name in FLAGS), default)
             for name, default in chosen.shared.items()
@@ -342,18 +341,6 @@ def check_setting(method: MergeMethod, name: str, where: str = "") -> None:
         raise ValueError(f"{place}{method.name} has no setting {name!r}; {expected}.{nearest(name, known)}")
 
 
-def _check_models(method: MergeMethod, models: int, has_base: bool) -> None:
-    """Check the number of models, and that there is a base if and only if the method uses one."""
-    if method.base == "needed" and not has_base:
-        raise ValueError(f"{method.name} needs a base, the parent of the models; pass base (--base, base_model).")
-    if method.base == "unused" and has_base:
-        raise ValueError(f"{method.name} uses no base; leave it out, or put it among the models.")
-    if models < method.fewest or (method.most is not None and models > method.most):
-        least = f"{method.fewest}" if method.fewest == method.most else f"at least {method.fewest}"
-        besides = "" if method.base == "unused" else " besides the base"
-        raise ValueError(f"{method.name} merges {least} model{'s' * (method.fewest > 1)}{besides}, got {models}.")
-
-
 def _one_per_model(value: object, name: str, models: int) -> list[Setting]:
     """Return the setting of each model."""
     if not isinstance(value, list | tuple) or (value and all(isinstance(entry, Mapping) for entry in value)):
@@ -369,8 +356,8 @@ def _one_per_model(value: object, name: str, models: int) -> list[Setting]:
 def _complete(name: str, setting: Setting, default: float | bool | None) -> Setting:
     """Check the range of a setting, and let the default count for tensors without a matching entry."""
     for _, numbers in setting.entries:
-        for number in numbers if name in _RANGES else ():
-            check_numbers(_RANGES[name], **{setting.where: number})
+        for number in numbers if name in RANGES else ():
+            check_numbers(RANGES[name], **{setting.where: number})
     if name in _COVERING or default is None or any(part is None for part, _ in setting.entries):
         return setting
     return setting.over(Setting.of(default, name, flag=isinstance(default, bool)))

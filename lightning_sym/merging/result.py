@@ -1,6 +1,6 @@
 """The merged network, one tensor at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -9,11 +9,12 @@ from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.merging.parameters import Layers, MergeSettings
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+from lightning_sym.symmetry.views import NamedTensors
 
 _STATISTICS = ("running_mean", "running_var")
 
 
-class MergedTensors(Mapping[str, Tensor]):
+class MergedTensors(NamedTensors):
     """The floating tensors of a merged network by their first names; each is computed when it is read.
 
     Statistics of batch norms are weighted means in every method: sums of differences can make a variance negative.
@@ -66,15 +67,6 @@ class MergedTensors(Mapping[str, Tensor]):
         adds_up = "lambda" in shared and not shared["normalize"]  # to the factor of the sum of differences
         factor = min(max(shared.get("lambda", 1.0), 0.0) * (total if adds_up else float(total > 0)), 1.0)
         return [*(factor * weight / (total or 1.0) for weight in positive), 1 - factor]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _statistics_of(network: nn.Module) -> set[str]:

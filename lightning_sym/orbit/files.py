@@ -32,7 +32,7 @@ from lightning_sym.orbit.steps import OrbitStep
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.saved import write_element
-from lightning_sym.symmetry.moves.moved import Moved, moved, output_change
+from lightning_sym.symmetry.moves.moved import Moved, largest_output_change, moved
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
@@ -177,7 +177,7 @@ def reparametrize_checkpoint(
         before=math.nan if minimum is None else minimum.before,
         after=math.nan if minimum is None else minimum.after,
         change=result.change,
-        change_as_written=output_change(symmetry, exact, double_copy(written))[0],
+        change_as_written=largest_output_change(symmetry, exact, double_copy(written))[0],
         history=() if minimum is None else minimum.history,
         converged=minimum is not None and minimum.converged,
         seconds=seconds,

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
-from lightning_sym.networks.modes import evaluating, twice_differentiable
 from lightning_sym.orbit.rounding import (
     Granularity,
-    InputMode,
     check_rounding,
     listed,
     matrices_of,
     round_inputs,
     rounded,
+    show_inputs,
 )
-from lightning_sym.orbit.view import call_of
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it, as in the authors' code
 
@@ -107,10 +105,7 @@ def input_grams(
         found[name] = found[name] + gram if name in found else gram
         return inputs
 
-    with torch.no_grad(), evaluating(network), twice_differentiable():
-        for batch in data:
-            with InputMode(see):
-                call_of(batch).run(network)
+    show_inputs(network, data, see)
     return found
 
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -228,6 +228,9 @@ def listed(data: Any) -> list[Any]:
     return batches
 
 
+See: TypeAlias = Callable[[Tensor, Tensor | None, int, Callable[..., Any]], Tensor]
+
+
 class InputMode(TorchFunctionMode):
     """Shows the inputs of linear maps and convolutions to a function, and lets it replace them.
 
@@ -239,7 +242,7 @@ class InputMode(TorchFunctionMode):
             The weight is None for ``nn.MultiheadAttention``.
     """
 
-    def __init__(self, see: Callable[[Tensor, Tensor | None, int, Callable[..., Any]], Tensor]) -> None:
+    def __init__(self, see: See) -> None:
         super().__init__()
         self._see = see
 
@@ -366,6 +369,21 @@ def mean_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
     return {name: own / counts[name] for name, own in totals.items()}
 
 
+def show_inputs(network: nn.Module, data: Iterable[Any], see: See, *, gradients: bool = False) -> None:
+    """Run a network in evaluation mode on data, and show the inputs of its maps to a function.
+
+    Args:
+        network: Not changed.
+        data: Batches.
+        see: See :class:`InputMode`.
+        gradients: Whether the function needs them.
+    """
+    with torch.set_grad_enabled(gradients), evaluating(network), twice_differentiable():
+        for batch in data:
+            with InputMode(see):
+                call_of(batch).run(network)
+
+
 def _with_inputs(network: nn.Module, data: Iterable[Any], take: Callable[[str, Tensor], None]) -> None:
     """Call a function with the name of each weight that is used, and the magnitudes of its inputs by feature."""
     names = {own.data_ptr(): name for name, own in network.named_parameters()}
@@ -376,10 +394,7 @@ def _with_inputs(network: nn.Module, data: Iterable[Any], take: Callable[[str, T
             take(name, inputs.abs().movedim(axis, -1).flatten(0, -2))
         return inputs
 
-    with torch.no_grad(), evaluating(network), twice_differentiable():
-        for batch in data:
-            with InputMode(see):
-                call_of(batch).run(network)
+    show_inputs(network, data, see)
 
 
 def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
@@ -407,8 +422,5 @@ def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]
                     found[name] = found.get(name, 0) + slope.double()
         return inputs.detach()
 
-    with torch.enable_grad(), evaluating(exact), twice_differentiable():
-        for batch in data:
-            with InputMode(see):
-                call_of(batch).run(exact)
+    show_inputs(exact, data, see, gradients=True)
     return found

@@ -1,6 +1,6 @@
 """A network at one point of its orbit, as objectives see it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names
+from lightning_sym.symmetry.views import NamedTensors
 
 
-class View(Mapping[str, Tensor]):
+class View(NamedTensors):
     """A network at one point of its orbit: its parameters by name, which it runs with.
 
     As a mapping, it is the mapping of the parameters, so that functions of these take it as well.
@@ -31,17 +32,11 @@ class View(Mapping[str, Tensor]):
         buffers: Mapping[str, Tensor],
         places: Mapping[str, str] | None = None,
     ) -> None:
-        self.module, self.parameters, self.buffers = module, parameters, buffers
+        self.module, self.parameters, self.buffers, self._names = module, parameters, buffers, parameters
         self._places = first_names(module) if places is None else places
 
     def __getitem__(self, name: str) -> Tensor:
         return self.parameters[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the network here, in evaluation mode.

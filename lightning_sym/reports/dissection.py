@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich.table import Table
-from scipy.stats import t as student
 from torch import Tensor
 
+from lightning_sym._statistics import student_interval
 from lightning_sym._tags import tag
 from lightning_sym.dissection import BasisDissection, StrongestImages, three_places
 from lightning_sym.figures import Chart, Marks, Panel, Strip, unit_images
@@ -178,13 +178,8 @@ def mean_interval(values: ArrayLike, level: float = 0.95) -> MeanInterval:
     """
     numbers = np.asarray(values, dtype=float)
     numbers = numbers[np.isfinite(numbers)]
-    if not len(numbers):
-        return MeanInterval(math.nan, math.nan, math.nan)
-    mean = float(numbers.mean())
-    if len(numbers) == 1:
-        return MeanInterval(mean, math.nan, math.nan)
-    half = float(student.ppf((1 + level) / 2, len(numbers) - 1) * numbers.std(ddof=1) / math.sqrt(len(numbers)))
-    return MeanInterval(mean, mean - half, mean + half)
+    mean = float(numbers.mean()) if len(numbers) else math.nan
+    return MeanInterval(mean, *(student_interval(numbers, level=level) if len(numbers) > 1 else (math.nan, math.nan)))
 
 
 def dissection_results(

@@ -117,10 +117,10 @@ def rotation_summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
         values = list(by_member.values())
         whole = [value for each in values for value in each]
         spreads = [np.var(each, ddof=1) for each in values if len(each) > 1]
-        low, high, over = mean_interval(values)
+        low, high, over = resampled_interval(values)
         group = by_key.get((site, "group"), {}) if kind != "group" else {}
         above = [[float(np.mean(by_member[n]) - np.mean(group[n]))] for n in by_member if n in group]
-        above_low, above_high, _ = mean_interval(above)
+        above_low, above_high, _ = resampled_interval(above)
         validated = [r["val_penalty"] for r in rows if (r["site"], r["kind"]) == (site, kind)]
         summary.append(
             {
@@ -146,7 +146,7 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def mean_interval(values: Sequence[Sequence[float]]) -> tuple[float | None, float | None, str]:
+def resampled_interval(values: Sequence[Sequence[float]]) -> tuple[float | None, float | None, str]:
     """Return the bootstrap interval of the mean and the resampled unit: members, or repeats of one member.
 
     None for two members, or two repeats of one: resamples of two are only these two and their mean.

@@ -1,5 +1,7 @@
 """Arrays of numbers by position, unit or generator."""
 
+import contextlib
+import ctypes
 import math
 from typing import Any, TypeAlias
 
@@ -12,6 +14,12 @@ from torch import Tensor
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system, which glibc would otherwise keep."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems have no malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def on_axes(vector: Floats, shape: tuple[int, ...], axes: tuple[int, ...], ndim: int) -> Floats:

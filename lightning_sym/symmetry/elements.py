@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
@@ -179,7 +178,7 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
     return Tap(*place, value.offset, shown, value.squared, value.half_turned)
 
 
-def _units_in(slots: Iterable[Slot]) -> NDArray[np.int64]:
+def _units_in(slots: Iterable[Slot]) -> Ints:
     units = rising(np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in slots)]))
     return units[units >= 0]
 

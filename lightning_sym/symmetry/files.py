@@ -21,6 +21,7 @@ from lightning_sym._documents import load_json
 from lightning_sym._files import hold, is_temporary, not_written, write_atomically
 from lightning_sym._text import nearest
 from lightning_sym.symmetry.proof import all_finite
+from lightning_sym.symmetry.views import NamedTensors
 
 _CHUNK = 1 << 24
 # Names of dtypes in the format.
@@ -145,11 +146,11 @@ def _read_header(file: Path) -> list[Stored]:
     ]
 
 
-class _Weights(Mapping[str, Tensor]):
+class _Weights(NamedTensors):
     """Tensors of a checkpoint by the network's names, each read on access."""
 
     def __init__(self, shards: Shards, places: Mapping[str, Stored]) -> None:
-        self.shards, self.places = shards, places
+        self.shards, self.places, self._names = shards, places, places
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self.places[name]
@@ -163,12 +164,6 @@ class _Weights(Mapping[str, Tensor]):
                 raise ValueError(f"{stored.file} holds {stored.key} with values that are not finite.")
             tensor = tensor.float() if tensor.element_size() < 4 else tensor
         return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
 
 
 def named_for(

@@ -26,7 +26,7 @@ _SAMPLES = 5
 _LARGE_IMAGE = 64
 
 
-def axes_of(call: Call, size: int | None = None) -> Axes:
+def axes_of_call(call: Call, size: int | None = None) -> Axes:
     """Return the axes of a call's tensors, or only those of the given size."""
     leaves = enumerate(pytree.tree_leaves(call))
     tensors = [(number, leaf) for number, leaf in leaves if isinstance(leaf, Tensor)]
@@ -67,7 +67,7 @@ def samples_of(call: Call) -> Axes:
     """Return the axes that index samples: the first axes, if these have one size in all tensors; otherwise none."""
     tensors = tensors_of(list(call))
     alike = all(t.ndim for t in tensors) and len({len(t) for t in tensors}) == 1
-    return frozenset(own for own in axes_of(call) if not own[1]) if alike else frozenset()
+    return frozenset(own for own in axes_of_call(call) if not own[1]) if alike else frozenset()
 
 
 def form_of(call: Call) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def other_lengths(
     if samples and not thrifty:
         yield from first_taken(samples, [_SAMPLES + (len(tensors[0]) == _SAMPLES)])
     for size in dict.fromkeys(size for t in tensors for size in t.shape):
-        axes = axes_of(call, size) - samples
+        axes = axes_of_call(call, size) - samples
         if not axes:
             continue
         if not (thrifty and images):
@@ -170,11 +170,11 @@ def lengthened(examples: Sequence[Call], number: int, trace: Callable[[Call], Re
         None if it has no such axes, or if another example is longer there.
     """
     call = examples[number]
-    axes = axes_of(call, 1)
-    alike = [axes_of(other, 1) for other in examples if form_of(other) == form_of(call)]
+    axes = axes_of_call(call, 1)
+    alike = [axes_of_call(other, 1) for other in examples if form_of(other) == form_of(call)]
     axes = axes.intersection(*alike)
     # A size that no axis of the example has distinguishes sizes of the input from those of the network.
-    size = next(size for size in itertools.count(3) if not axes_of(call, size))
+    size = next(size for size in itertools.count(3) if not axes_of_call(call, size))
 
     def take(own: Axes) -> Result | None:
         samples = samples_of(call) & own  # two of them are as informative as three, and faster
@@ -219,7 +219,7 @@ def _larger(call: Call, trace: Callable[[Call], Capture]) -> list[Capture]:
         def take(own: Axes, longer: int = times * size) -> Capture | None:
             return tried(trace, resized(call, own, longer))
 
-        captured = grown(axes_of(call, size) - samples, take)
+        captured = grown(axes_of_call(call, size) - samples, take)
         if captured is not None and not _sees_one_place(captured):
             return [captured]
     return []

@@ -16,7 +16,22 @@ def doubled(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach()
 
 
-class ConvertedTensors(Mapping[str, Tensor]):
+class NamedTensors(Mapping[str, Tensor]):
+    """Tensors that are made on each access; a subclass sets their names."""
+
+    _names: Collection[str]
+
+    def __contains__(self, name: object) -> bool:  # the default of Mapping would compute the tensor
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class ConvertedTensors(NamedTensors):
     """Tensors that are converted on each access.
 
     Args:
@@ -44,15 +59,6 @@ class ConvertedTensors(Mapping[str, Tensor]):
 
     def _made(self, name: str) -> Tensor:
         return self._convert(self._tensors[name])
-
-    def __contains__(self, name: object) -> bool:  # the default of Mapping would compute the tensor
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 class FixedTensors(ConvertedTensors):

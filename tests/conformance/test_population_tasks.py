@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from experiments import HalfBlindTask
-from fits import Interrupt, Poison, digits, fit, quiet_trainer, saving
+from fits import Interrupt, Poison, descended, digits, fit, quiet_trainer, saving
 from helpers import assert_refused, assert_same, one_in, randomize_statistics, read_csv, write_zoo
 from pytorch_lightning import Callback
 from torch import Tensor, nn
@@ -228,16 +228,7 @@ def zoo(tmp_path_factory) -> Path:
 def trained(number: int) -> Network:
     """Return a network after 30 steps on all digits, so that not all units can go for nothing."""
     network = MultiLayerPerceptron(widths=(10,), image_size=8).fresh(number)
-    data = digits()
-    data.prepare_data()
-    data.setup("fit")
-    split = data.split_tensors("train")
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
-    for _ in range(30):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(data.normalize(split.images)), split.labels).backward()
-        optimizer.step()
-    return network
+    return descended(network, digits(), steps=30, lr=0.02)
 
 
 def state(task: PopulationTask, number: int) -> dict[str, Tensor]:

@@ -4,9 +4,8 @@ import functools
 
 import pytest
 import torch
-from fits import Interrupt, digits, saving
+from fits import Interrupt, descended, digits, saving
 from helpers import read_rows, write_zoo
-from torch import nn
 
 from lightning_sym.callbacks import PruningReport
 from lightning_sym.networks import MultiLayerPerceptron
@@ -25,16 +24,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 def trained(number):
     """Return a network after 30 steps on all digits, so that not all units can go for nothing."""
     network = MultiLayerPerceptron(widths=(10,), image_size=8).fresh(number)
-    data = digits(max_samples=81)
-    data.prepare_data()
-    data.setup("fit")
-    split = data.split_tensors("train")
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
-    for _ in range(30):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(data.normalize(split.images)), split.labels).backward()
-        optimizer.step()
-    return network
+    return descended(network, digits(max_samples=81), steps=30, lr=0.02)
 
 
 def scenarios(run, trained_zoo):

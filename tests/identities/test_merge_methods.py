@@ -352,9 +352,9 @@ def test_what_is_refused() -> None:
     assert_refused(merge_method, "weights", says="weights says how to align: --align weights")
     for name in ("sce", "nearswap", "arcee_fusion"):
         assert_refused(merge_method, name, says=f"{name!r} is not available yet")
-    assert_refused(merge_tensors, "ties", models, says="ties needs a base, got none")
-    assert_refused(merge_tensors, "linear", models, base=base, says="linear has no place for a base")
-    assert_refused(merge_tensors, "slerp", models[:1], says="slerp merges 2 models besides a base, got 1")
+    assert_refused(merge_tensors, "ties", models, says="ties needs a base")
+    assert_refused(merge_tensors, "linear", models, base=base, says="linear uses no base")
+    assert_refused(merge_tensors, "slerp", models[:1], says="slerp merges 2 models, got 1")
     assert_refused(merge_tensors, "model_stock", models[:1], base=base, says="at least 2 models")
     assert_refused(merge_tensors, "linear", models, density=0.5, says="linear has no density")
     assert_refused(merge_tensors, "linear", models, rescale=False, says="linear has no rescale")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers import randomize_statistics
 from torch import nn
 from torch.nn import functional
 
@@ -53,25 +54,15 @@ def layer_norms():
     return nn.Sequential(*layers, nn.Linear(9, 4, bias=False)), torch.randn(3, 6)
 
 
-def with_statistics(network):
-    for module in network.modules():
-        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-            module.running_var.uniform_(0.5, 2)
-            module.running_mean.normal_()
-            module.weight.data.uniform_(0.5, 2)
-            module.bias.data.normal_()
-    return network
-
-
 def batch_norms():
     layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5), nn.ReLU()
-    return with_statistics(nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 4))), torch.randn(3, 3, 6, 6)
+    return randomize_statistics(nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 4))), torch.randn(3, 3, 6, 6)
 
 
 def between_gains():
     """Matrices between gains: a batch norm between linear layers."""
     network = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    return with_statistics(network), torch.randn(3, 6)
+    return randomize_statistics(network), torch.randn(3, 6)
 
 
 def vit(**options):

@@ -4,12 +4,11 @@ import functools
 
 import pytest
 import torch
-from helpers import Program, assert_refused, assert_same, of, parameter
+from helpers import Program, assert_refused, of, parameter
 from orbit_laws import (
     assert_a_group_acts,
     assert_dimension_is_the_nullity,
     assert_members_have_one_form,
-    assert_same_weights,
     assert_tangents_change_no_output,
     assert_values_move,
     drawn,
@@ -166,18 +165,6 @@ def test_what_cannot_be_tilted_is_refused():
     optimizer.step()
     nn.init.ones_(broken.norm.weight)
     assert_refused(lambda: symmetry.act(element, broken, inplace=True, optimizer=optimizer), says="mixing=False")
-
-
-def test_acting_on_files_and_in_place_is_acting_on_a_copy(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    network, symmetry, _ = traced("pooled")
-    element = drawn(symmetry)
-    moved = symmetry.act(element, network)
-    safetensors.save_file(dict(network.state_dict()), tmp_path / "model.safetensors")
-    written = safetensors.load_file(symmetry.act_on_files(element, tmp_path / "model.safetensors", tmp_path / "moved"))
-    assert_same(written, dict(moved.state_dict()))
-    inplace = symmetry.act(element, symmetry.act(symmetry.identity(), network), inplace=True)
-    assert_same_weights(inplace, moved, 0)
 
 
 def test_only_the_linear_group_has_no_tilts():

@@ -1,4 +1,5 @@
 import torch
+from fits import epoch
 from helpers import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,13 +19,6 @@ def make(count, **options):
     images = torch.arange(count).to(torch.uint8).view(count, 1, 1, 1).repeat(1, 1, 3, 4)
     images[:, :, 1] += torch.arange(4).to(torch.uint8)
     return TensorLoader(images, torch.arange(count), mean=[0.5], std=[0.25], **options)
-
-
-def epoch(loader, number=0):
-    loader.set_epoch(number)
-    batches = list(loader)
-    assert len(batches) == len(loader)
-    return batches
 
 
 def labels(loader, number=0):

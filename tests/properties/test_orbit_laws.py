@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from helpers import randomize_statistics
 from torch import nn
 
 from lightning_sym.orbit import (
@@ -37,19 +38,8 @@ def mlp(seed, norms=True):
                 layers.append(nn.BatchNorm1d(second))
             layers.append(drawn.choice([nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Identity])())
         network = nn.Sequential(*layers, nn.Linear(widths[-1], 3)).double()
-        trained(network)
+        randomize_statistics(network)
     return network.eval()
-
-
-def trained(network):
-    """Give batch norms weights and statistics as after training."""
-    with torch.no_grad():
-        for module in network.modules():
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-                module.weight.uniform_(0.5, 1.5)
-                module.bias.normal_()
-                module.running_mean.normal_()
-                module.running_var.uniform_(0.5, 2.0)
 
 
 def batch(seed=0, count=24):
@@ -115,7 +105,7 @@ def test_the_state_of_an_optimiser_moves_as_gradients_do(way, make):
     """Shifts would change gradients of weights behind them, so they stay where the optimiser holds state."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    trained(network.eval())
+    randomize_statistics(network.eval())
     inputs, targets = data = batch()
     symmetry, optimizer = trace_symmetry(network, inputs), make(network.parameters())
     nn.functional.cross_entropy(network(inputs), targets).backward()
@@ -164,7 +154,7 @@ class Stream(nn.Module):
 def test_scales_that_only_multiply_together_are_held(dtype):
     torch.manual_seed(0)
     network, (inputs, _) = Stream().double().eval(), batch()
-    trained(network)
+    randomize_statistics(network)
     symmetry, network = trace_symmetry(network, inputs), network.to(dtype)
     found = minimize_on_orbit(symmetry, network, weight_norm(), max_steps=60)
     assert torch.equal(found.network.norm.running_var, network.norm.running_var)
@@ -183,7 +173,7 @@ def test_forms_and_matches_of_scales_that_only_multiply_together():
     """The form keeps the function in single precision, does not depend on the member, and matching finds a member."""
     torch.manual_seed(0)
     network, (inputs, _) = Stream().double().eval(), batch()
-    trained(network)
+    randomize_statistics(network)
     symmetry = trace_symmetry(network, inputs)
     member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(3)), network)
     one, two = (canonicalize(symmetry, own).network.state_dict() for own in (network, member))

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 import torch
-from helpers import Program, of, parameter
+from helpers import Program, assert_same, of, parameter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -395,10 +395,11 @@ def test_tensors_by_name_move_as_in_the_network(name, seed):
     (g,) = draw(symmetry, seed, 1)
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     moved = symmetry.act(g, network)
-    made = moved.state_dict()
+    made, inplace = moved.state_dict(), symmetry.act(symmetry.identity(), network)
     asked_for, there = MovedTensors(symmetry.factors, g, symmetry.tensors(network)), symmetry.tensors(moved)
     assert asked_for.keys() == tensors.keys()
     assert all(torch.equal(value, made[key]) for key, value in symmetry.act_on(g, tensors).items())
+    assert_same(symmetry.act(g, inplace, inplace=True).state_dict(), made)
     assert all(torch.allclose(value, there[key], rtol=1e-14, atol=1e-14) for key, value in asked_for.items())
 
 

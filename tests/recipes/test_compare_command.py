@@ -138,7 +138,7 @@ def test_runs_of_different_recipes_are_compared_by_what_they_share(runs: Path) -
         ("runs --metrics=nothing", "The runs have no number like nothing in common: runs/narrow-0 has none"),
         ("runs --out=runs/wide-0/config.yaml", "runs/wide-0/config.yaml is a file; --out takes a folder."),
         ("damaged runs/wide-0", "damaged/config.yaml is no configuration of a run; expected the file that fit writes."),
-        ("torn runs/wide-0", "torn/results/numbers.json is damaged; expected a table of results."),
+        ("torn runs/wide-0", "torn/results/numbers.json is damaged or cannot be read; expected a table of results."),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_a_sentence(args: str, says: str, runs: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 import torchvision
 from architectures import OURS
 from commands import call, succeed
+from fits import descended
 from helpers import assert_refused, one_in, randomize_statistics
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,10 +31,11 @@ from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.merging import METHODS, MergeConfig, MergedCheckpoints, merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint
-from lightning_sym.merging.network_files import NetworkFiles, give_back_memory
+from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
 from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
 from lightning_sym.symmetry import files as symmetry_files
+from lightning_sym.symmetry.arrays import give_back_memory
 from lightning_sym.symmetry.proof import double_copies
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import ModelZoo
@@ -345,17 +347,11 @@ def test_merging_holds_no_checkpoint_but_for_the_matching() -> None:
 
 def test_vision_transformers_are_merged_by_activations() -> None:
     data = DigitsDataModule(max_samples=300)
-    x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
     settings = {"in_channels": 1, "image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
     for seed in range(3):
         torch.manual_seed(seed)
         network = VisionTransformer(**settings)
-        optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
-        for _ in range(60):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(network(x), y).backward()
-            optimizer.step()
-        as_state_dict(network, f"{seed}.pt")
+        as_state_dict(descended(network, data, steps=60, lr=5e-3), f"{seed}.pt")
     options = [f"--network.{name}={value}" for name, value in settings.items()]
     succeed(
         *("merge", "0.pt", "1.pt", "2.pt", "--network=VisionTransformer", *options, "--align=activations"),
@@ -543,21 +539,11 @@ def test_networks_with_several_outputs_are_evaluated_by_their_logits() -> None:
     assert abs(found.losses["merged, unaligned"][0] - expected) > 1e-3 * expected
 
 
-def trained(seed: int, data: DigitsDataModule) -> nn.Module:
-    network = perceptron(seed).train()
-    optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
-    x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    return network.eval()
-
-
 @pytest.mark.slow
 def test_means_of_trained_networks_are_better_after_alignment() -> None:
     data = DigitsDataModule()
-    files = [as_state_dict(trained(seed, data), f"{seed}.pt") for seed in range(3)]
+    networks = [descended(perceptron(seed), data, steps=60, lr=5e-3) for seed in range(3)]
+    files = [as_state_dict(network, f"{seed}.pt") for seed, network in enumerate(networks)]
     result = succeed("merge", *files, *MLP, "--out=m.safetensors", "--data=DigitsDataModule", "--points=3")
     rows = {row["weights"]: row for row in json.loads(Path("m-report/networks.json").read_text())["rows"]}
     assert list(rows) == ["0.pt", "1.pt", "2.pt", "merged, unaligned", "merged, aligned"]

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torchvision
 from commands import call, succeed
+from fits import descended
 from helpers import assert_refused, randomize_statistics
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -212,19 +213,9 @@ def test_a_network_of_torchvision() -> None:
         torch.testing.assert_close(tensor, network.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def trained(network: nn.Module, data: DigitsDataModule) -> nn.Module:
-    optimizer = torch.optim.Adam(network.train().parameters(), lr=5e-3)
-    x, y = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
-    for _ in range(60):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    return network.eval()
-
-
 def test_networks_on_data_are_rounded_before_and_after() -> None:
     data = DigitsDataModule(max_samples=300)
-    network = trained(perceptron(), data)
+    network = descended(perceptron(), data, steps=60, lr=5e-3)
     content = {"state_dict": {f"model.{name}": own for name, own in network.state_dict().items()}, "epoch": 3}
     torch.save(content, "a.ckpt")
     result = succeed(
@@ -256,7 +247,7 @@ def test_networks_on_data_are_pruned_before_and_after() -> None:
     data = DigitsDataModule(max_samples=300)
     settings = {"in_channels": 1, "image_size": 8, "patch_size": 4, "width": 8, "depth": 1, "heads": 2}
     torch.manual_seed(0)
-    as_file(trained(VisionTransformer(**settings), data), "vit.safetensors")
+    as_file(descended(VisionTransformer(**settings), data, steps=60, lr=5e-3), "vit.safetensors")
     as_file(perceptron(), "mlp.safetensors")
     common = "--objective=sparsity", "--data=DigitsDataModule", "--data.max_samples=300", "--max_steps=30"
     options = [f"--network.{name}={value}" for name, value in settings.items()]
@@ -577,7 +568,7 @@ def test_a_run_that_is_killed_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch)
 def test_a_changed_function_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     as_file(perceptron(), "a.safetensors")
     before = set(Path().rglob("*"))
-    change = "lightning_sym.symmetry.moves.moved.output_change"
+    change = "lightning_sym.symmetry.moves.moved.largest_output_change"
     monkeypatch.setattr(change, lambda *_: (0.5, torch.float64))
     result = call(
         "reparametrize", "a.safetensors", *MLP, "--objective=weight_norm", "--max_steps=1", "--out=m.safetensors"

@@ -1,10 +1,8 @@
 """A pruning that was interrupted ends as one that was not, to the last digit of its tables, twins included."""
 
 import pytest
-import torch
-from fits import Interrupt, digits, fit, saving
+from fits import Interrupt, descended, digits, fit, saving
 from helpers import assert_refused, assert_same, one_in, write_zoo
-from torch.nn import functional
 
 from lightning_sym.callbacks import PruningReport
 from lightning_sym.networks import MyrtleCNN
@@ -37,17 +35,8 @@ def left_behind(folder):
 
 def trained(number):
     """Return a CNN after 40 steps on all images, so that not everything can go for nothing."""
-    data = digits()
-    data.prepare_data()
-    data.setup("fit")
-    images, labels = (data.split_tensors("train").images, data.split_tensors("train").labels)
     network = MyrtleCNN(2, in_channels=1, image_size=8).fresh(number)
-    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
-    for _ in range(40):
-        optimizer.zero_grad()
-        functional.cross_entropy(network(data.normalize(images)), labels).backward()
-        optimizer.step()
-    return network
+    return descended(network, digits(), steps=40, lr=0.01)
 
 
 @pytest.fixture(scope="module")

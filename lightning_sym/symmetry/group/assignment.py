@@ -117,9 +117,7 @@ class _Places:
         self.joint_slots = [slot for slot in structure.slots if len(slot.axes) == 2 and not slot.of_stack]
         self.offset = {(slot.tensor, slot.axes): slot.offset for slot in structure.slots}
         self.unit_at = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in structure.slots)])
-        self.type_of_unit = np.full(structure.units, -1)
-        for index, units in enumerate(structure.orbits):
-            self.type_of_unit[units] = index
+        self.type_of_unit = structure.orbit_of
         # The first and the last unit that each generator acts on.
         entries = self.flips.tocoo()
         self.first = np.full(self.flips.shape[1], structure.units)

@@ -6,15 +6,13 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import Bools, Ints
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Inside = Literal["fixed", "permuted", "orthogonal", "invertible"]
 
 

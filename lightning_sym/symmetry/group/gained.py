@@ -3,7 +3,7 @@
 See docs/theory/intertwiners.md, 2.18.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints, together
 from lightning_sym.symmetry.described import listed
+from lightning_sym.symmetry.group.between_gains import NO_MATRIX, BetweenGains, Matrices, moved_units
 from lightning_sym.symmetry.group.cells import balance_cells
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, require_passing
@@ -21,37 +22,29 @@ from lightning_sym.symmetry.group.matrix import bounded, random_matrix
 from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
-NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)  # an empty matrix means the identity, of any size
 
-Matrices = tuple[Tensor, ...]
-
-
-class GainedMatrix(Factor[Matrices]):
+class GainedMatrix(BetweenGains):
     """An invertible matrix A per gained cell; behind gains with diagonal D, :math:`D A D^{-1}` acts."""
 
     name = "gained"
 
-    def identity(self) -> Matrices:
-        """Return the part that changes nothing."""
-        return (NO_MATRIX,) * len(self.structure.gained)
+    @property
+    def cells(self) -> tuple[GainedCell, ...]:
+        """The cells."""
+        return self.structure.gained
 
-    def is_identity(self, own: Matrices) -> bool:
-        """Return whether a part changes nothing."""
-        return not any(len(matrix) for matrix in own)
+    @property
+    def places(self) -> Mapping[int, Sequence[GainedPlace]]:
+        """By slot offset: the places of cells."""
+        return self.structure.gained_places
 
-    def sample(self, draw: Draw) -> Matrices:
-        """Draw matrices with uniform singular vectors and log-normal singular values."""
-        if not draw.mixing:
-            return self.identity()
-        closed = draw.keeps(self.name)
-        return tuple(
-            NO_MATRIX if index in closed else _drawn(cell.size, draw)
-            for index, cell in enumerate(self.structure.gained)
-        )
+    def usable(self, tensors: Mapping[str, Tensor]) -> list[int]:
+        """Return the numbers of the cells between gains other than zero."""
+        return usable(self.structure, tensors)
 
-    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
-        """Return the numbers of the cells with a gain of zero; see :class:`Factor`."""
-        return frozenset(range(len(self.structure.gained))) - {*usable(self.structure, tensors)}
+    def drawn(self, number: int, draw: Draw) -> Tensor:
+        """Draw a matrix with uniform singular vectors and log-normal singular values."""
+        return _drawn(self.cells[number].size, draw)
 
     def sample_at(self, seen: Slot, values: Factor[Matrices], draw: Draw) -> Matrices:
         """Draw the matrices of cells that are seen; see :class:`Factor`."""
@@ -59,11 +52,6 @@ class GainedMatrix(Factor[Matrices]):
             random_matrix(cell.size, draw) if np.isin(cell.units, seen.unit).all() else NO_MATRIX
             for cell in self.structure.gained
         )
-
-    def compose(self, later: Matrices, earlier: Matrices) -> Matrices:
-        """Return the product of two parts; `earlier` acts first."""
-        pairs = zip(later, earlier, strict=True)
-        return tuple(one @ two if len(one) and len(two) else one if len(one) else two for one, two in pairs)
 
     def inverse(self, own: Matrices) -> Matrices:
         """Return the inverse of a part."""
@@ -88,20 +76,9 @@ class GainedMatrix(Factor[Matrices]):
         return tuple(result)
 
     @property
-    def dimension(self) -> int:
-        """The number of the matrices' entries, without those on the diagonals: these are among the scales."""
-        return sum(cell.size**2 - cell.size for cell in self.structure.gained)
-
-    @property
     def redundant(self) -> int:
         """The number of scales that are also among the matrices, if they move parameters only."""
         return sum(cell.size for cell in self.structure.gained if not cell.moves_statistics)
-
-    def dimension_at(self, offsets: Collection[int]) -> int:
-        """Return the dimension of the matrices that act at some slots, given by their offsets."""
-        places = self.structure.gained_places
-        cells = {place.cell for at in offsets for place in places.get(at, ())}
-        return sum(self.structure.gained[cell].size ** 2 - self.structure.gained[cell].size for cell in cells)
 
     def linear_action(self, own: Matrices, gains: Gains) -> "GainedAction | None":
         """Return the action of a part by matrices; None for the identity."""
@@ -176,14 +153,6 @@ class GainedMatrix(Factor[Matrices]):
         """The gains around the matrices."""
         return frozenset(name for cell in self.structure.gained for gain in cell.gains for name in gain.names)
 
-    def coordinates(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the logarithms of the matrices."""
-        return {f"gained {index}": (cell.size, cell.size) for index, cell in enumerate(self.structure.gained)}
-
-    def of_orbit(self, orbit: int, name: str) -> Tensor:
-        """Return a mask of matrices on an orbit's units; see :class:`Factor`."""
-        return super().of_orbit(orbit, name) | (self.structure.gained[int(name.split()[1])].orbit == orbit)
-
     def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
         """Return the matrix exponentials of the coordinates."""
         given = (coordinates[name] for name in self.coordinates())
@@ -211,9 +180,6 @@ class GainedMatrix(Factor[Matrices]):
         """Return the matrices with singular values within bounds; see :class:`Factor`."""
         return bounded(own, budget, condition)
 
-    def _fits(self, member: Tensor) -> bool:
-        return member.ndim == 2 and member.shape in {(cell.size, cell.size) for cell in self.structure.gained}
-
     def check(self, own: Matrices) -> None:
         """Check that a part is one of this factor.
 
@@ -238,11 +204,8 @@ class GainedAction(LinearAction):
         self.structure = structure
         self.moved: list[Ints] = []  # which units are mixed at all
         self.matrices: list[tuple[Tensor, Tensor]] = []  # those units' matrices, and the matrices for readers
-        for matrix in matrices:
-            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
-            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
-            inside = matrix[moved][:, moved]
-            self.moved.append(moved.numpy())
+        for moved, inside in map(moved_units, matrices):
+            self.moved.append(moved)
             self.matrices.append((inside, torch.linalg.inv(inside).mT))
         self.gains: dict[int, list[Tensor]] = {}
 

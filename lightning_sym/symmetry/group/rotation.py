@@ -1,7 +1,7 @@
 """Orthogonal matrices on streams, between gains: docs/theory/transformers.md, 3."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints, multiplied
 from lightning_sym.symmetry.elements import AxisGroup, Tap
+from lightning_sym.symmetry.group.between_gains import NO_MATRIX, BetweenGains, Matrices, moved_units
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
+from lightning_sym.symmetry.group.factor import Draw, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.search import MatrixPlace, Seen
 from lightning_sym.symmetry.group.streams import (
-    NO_TURN,
-    Turns,
     best_turn,
     gain_signs,
     principal_turns,
@@ -24,48 +23,40 @@ from lightning_sym.symmetry.group.streams import (
     rotatable,
     weight_products,
 )
+from lightning_sym.symmetry.tracing.rotations import Rotation
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _ORTHOGONAL = 1e-8  # how far a matrix that is read from a file may be from an orthogonal one
 
 
-class Rotations(Factor[Turns]):
+class Rotations(BetweenGains):
     """An orthogonal matrix Q per stream; behind gains with diagonal D, :math:`D Q D^{-1}` acts."""
 
     name = "rotation"
 
-    def identity(self) -> Turns:
-        """Return the part that changes nothing."""
-        return (NO_TURN,) * len(self.structure.rotations)
+    @property
+    def cells(self) -> tuple[Rotation, ...]:
+        """The streams."""
+        return self.structure.rotations
 
-    def is_identity(self, own: Turns) -> bool:
-        """Return whether a part changes nothing."""
-        return not any(len(turn) for turn in own)
+    @property
+    def places(self) -> Mapping[int, Sequence[tuple[int, Ints, tuple[int, ...]]]]:
+        """By slot offset: the places of streams."""
+        return self.structure.rotated_places
 
-    def sample(self, draw: Draw) -> Turns:
-        """Draw matrices, all being equally likely."""
-        if not draw.mixing:
-            return self.identity()
-        closed = draw.keeps(self.name)
-        return tuple(
-            NO_TURN if index in closed else random_turn(own, draw.generator, most=draw.most)
-            for index, own in enumerate(self.structure.rotations)
-        )
+    def usable(self, tensors: Mapping[str, Tensor]) -> list[int]:
+        """Return the numbers of the streams between gains other than zero."""
+        return rotatable(self.structure, tensors)
 
-    def closed(self, tensors: Mapping[str, Tensor]) -> frozenset[int]:
-        """Return the numbers of the streams with a gain of zero; see :class:`Factor`."""
-        return frozenset(range(len(self.structure.rotations))) - {*rotatable(self.structure, tensors)}
+    def drawn(self, number: int, draw: Draw) -> Tensor:
+        """Draw a matrix, all being equally likely."""
+        return random_turn(self.cells[number], draw.generator, most=draw.most)
 
-    def compose(self, later: Turns, earlier: Turns) -> Turns:
-        """Return the product of two parts; `earlier` acts first."""
-        pairs = zip(later, earlier, strict=True)
-        return tuple(one @ two if len(one) and len(two) else one if len(one) else two for one, two in pairs)
-
-    def inverse(self, own: Turns) -> Turns:
+    def inverse(self, own: Matrices) -> Matrices:
         """Return the inverse of a part."""
         return tuple(turn.mT for turn in own)
 
-    def carried(self, own: Turns, by: Element, back: Element) -> Turns:
+    def carried(self, own: Matrices, by: Element, back: Element) -> Matrices:
         """Return the matrices between permutations and the signs in front of all gains."""
         if self.group["permutation"].is_identity(by.permutation) and self.group["sign"].is_identity(by.sign):
             return own
@@ -90,18 +81,7 @@ class Rotations(Factor[Turns]):
         sign = by.sign[torch.from_numpy(generators)].prod(1)
         return other, torch.from_numpy(structure.place_in_cell[came]), sign
 
-    @property
-    def dimension(self) -> int:
-        """The dimension of all matrices together."""
-        return sum(rotation.dimension for rotation in self.structure.rotations)
-
-    def dimension_at(self, offsets: Collection[int]) -> int:
-        """Return the dimension of the matrices that act at some slots, given by their offsets."""
-        places = self.structure.rotated_places
-        indices = {index for at in offsets for index, _, _ in places.get(at, ())}
-        return sum(self.structure.rotations[index].dimension for index in indices)
-
-    def linear_action(self, own: Turns, gains: Gains) -> "RotationAction | None":
+    def linear_action(self, own: Matrices, gains: Gains) -> "RotationAction | None":
         """Return the action of a part by matrices; None for the identity."""
         action = RotationAction(self.structure, own, gains)
         return action if action.moving else None
@@ -131,7 +111,7 @@ class Rotations(Factor[Turns]):
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
 
-    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Turns | None:
+    def best_match(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor], orbit: int) -> Matrices | None:
         """Return the rotations of streams that bring parameters nearest to others; see :class:`Factor`."""
         able = [index for index in rotatable(self.structure, current) if self.structure.rotations[index].orbit == orbit]
         turns = list(self.identity())
@@ -165,10 +145,10 @@ class Rotations(Factor[Turns]):
                             name = f"stream {index} at {tap.name}"
                             yield Seen(index, rotation.orbit, name, tap, slot.axes[0], where, gains)
 
-    def best_seen(self, products: Mapping[int, Tensor]) -> Turns:
+    def best_seen(self, products: Mapping[int, Tensor]) -> Matrices:
         """Return the rotations that bring activations nearest; see :class:`Factor`."""
         turns = enumerate(self.structure.rotations)
-        return tuple(best_turn(own, products[index]) if index in products else NO_TURN for index, own in turns)
+        return tuple(best_turn(own, products[index]) if index in products else NO_MATRIX for index, own in turns)
 
     def settled_signs(
         self, orbit: int, target: Mapping[str, Tensor], current: Mapping[str, Tensor]
@@ -241,20 +221,12 @@ class Rotations(Factor[Turns]):
                 maps, where = (f"stream {index}",), MatrixPlace.indices(at[None])
                 yield MatrixPlace(slot.tensor, maps, slot.axes[0], where, gains=gains)
 
-    def coordinates(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the matrices' logarithms; only the antisymmetric part counts."""
-        return {f"rotation {index}": (own.size, own.size) for index, own in enumerate(self.structure.rotations)}
-
-    def of_orbit(self, orbit: int, name: str) -> Tensor:
-        """Return a mask of matrices on an orbit's units; see :class:`Factor`."""
-        return super().of_orbit(orbit, name) | (self.structure.rotations[int(name.split()[1])].orbit == orbit)
-
-    def at(self, coordinates: Mapping[str, Tensor]) -> Turns:
+    def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
         """Return the part at some coordinates: their exponential."""
         turns = []
         for index, rotation in enumerate(self.structure.rotations):
             matrix = antisymmetric(coordinates[f"rotation {index}"], rotation.fixes_ones)
-            turns.append(torch.linalg.matrix_exp(matrix) if bool(matrix.any()) else NO_TURN)
+            turns.append(torch.linalg.matrix_exp(matrix) if bool(matrix.any()) else NO_MATRIX)
         return tuple(turns)
 
     def pulled_back(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -265,10 +237,7 @@ class Rotations(Factor[Turns]):
             found[f"rotation {index}"] = antisymmetric(products, rotation.fixes_ones)
         return found
 
-    def _fits(self, member: Tensor) -> bool:
-        return member.ndim == 2 and member.shape in {(own.size, own.size) for own in self.structure.rotations}
-
-    def check(self, own: Turns) -> None:
+    def check(self, own: Matrices) -> None:
         """Check that a part is one of this factor.
 
         Raises:
@@ -295,14 +264,10 @@ class RotationAction(LinearAction):
         gains: The gains around the rotations.
     """
 
-    def __init__(self, structure: Structure, turns: Turns, gains: Gains) -> None:
+    def __init__(self, structure: Structure, turns: Matrices, gains: Gains) -> None:
         self.structure, self.gains = structure, gains
         self._found: dict[tuple[int, tuple[int, ...]], tuple[Ints, Tensor]] = {}
-        self.turns: list[tuple[Ints, Tensor]] = []  # which units are moved at all, and the matrix among these
-        for matrix in turns:
-            change = matrix - torch.eye(len(matrix), dtype=matrix.dtype)
-            moved = torch.nonzero(change.any(0) | change.any(1)).ravel() if len(matrix) else torch.zeros(0).long()
-            self.turns.append((moved.numpy(), matrix[moved][:, moved]))
+        self.turns = [*map(moved_units, turns)]
 
     @property
     def moving(self) -> bool:

@@ -4,14 +4,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import Floats, on_axes
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes
 from lightning_sym.symmetry.group.factor import Factors
 from lightning_sym.symmetry.tracing.affine.weights import Generic
 from lightning_sym.symmetry.tracing.equations import idle_together, vanishing
-from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _ROUNDING = 1e-9  # relative
@@ -57,9 +55,7 @@ def buffer_rank(factors: Factors, buffers: Collection[str], shapes: Mapping[str,
     return rank_of(sparse.hstack(moved).tocsr()) + sum(factor.dimension_at(offsets) for factor in factors)
 
 
-def free_positions(
-    structure: Structure, shapes: Mapping[str, Sequence[int]], wanted: Collection[Ints] = ()
-) -> NDArray[np.bool_]:
+def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]], wanted: Collection[Ints] = ()) -> Bools:
     """Return a mask of the parameter positions where translations move each entry separately, as nothing reads it.
 
     Only two kinds of positions are checked: those of scales or matrices that move no others, and `wanted`.
@@ -111,14 +107,13 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> 
         return idle
     forms = structure.magnitudes[: len(free)]
     shared = rank_of(forms.copy()) - rank_of(forms[~free].tocsr())
-    orbit_of = {int(unit): index for index, units in enumerate(structure.orbits) for unit in units}
     for cell in (*structure.dense, *(own.units for own in structure.gained)):
-        at = structure.columns[orbit_of[int(cell[0])]][structure.place_in_orbit[cell]]
+        at = structure.columns[structure.orbit_of[cell[0]]][structure.place_in_orbit[cell]]
         shared += (len(cell) ** 2 - len(cell)) * bool(free[at[at < len(free)]].all())
     return shared + idle
 
 
-def _alone(moving: sparse.csc_matrix) -> NDArray[np.bool_]:
+def _alone(moving: sparse.csc_matrix) -> Bools:
     """Return a mask of the rows that some combination of columns moves alone; large blocks get a partial check."""
     moving.eliminate_zeros()
     alone, column = np.zeros(moving.shape[0], bool), np.repeat(np.arange(moving.shape[1]), np.diff(moving.indptr))

@@ -11,16 +11,13 @@ from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.group.between_gains import NO_MATRIX, Matrices
 from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Relative to the largest eigenvalue: nearer axes are not unique, and smaller values count as nothing.
 _CLOSE, _NOTHING = 1e-9, 1e-24
-
-NO_TURN = torch.zeros(0, 0, dtype=torch.float64)  # an empty matrix means the identity, of any size
-
-Turns = tuple[Tensor, ...]
 
 
 def random_turn(rotation: Rotation, generator: torch.Generator | None, *, most: int | None = None) -> Tensor:
@@ -227,7 +224,7 @@ def _sign_of_ones(structure: Structure, index: int, generator: int, tensors: Map
     return np.nan
 
 
-def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Turns, list[str]]:
+def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Matrices, list[str]]:
     """Return the part that rotates streams to their principal axes, and notes on axes that are not unique.
 
     The axes are those of the Gram matrix of all tensors that write to a stream or read it, before gains: largest
@@ -238,7 +235,7 @@ def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tupl
         tensors: The network's parameters, by name, in the balanced gauge.
     """
     notes = []
-    turns = [NO_TURN] * len(structure.rotations)
+    turns = [NO_MATRIX] * len(structure.rotations)
     for index in rotatable(structure, tensors):
         rotation = structure.rotations[index]
         rows = [(slot, part.double().cpu()) for slot, part in stream_rows(structure, index, tensors, tensors)]

@@ -9,11 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.tracing.affine.space import (
     Folds,
     Free,
@@ -24,9 +23,8 @@ from lightning_sym.symmetry.tracing.affine.space import (
     scales,
 )
 from lightning_sym.symmetry.tracing.structure import Structure
-from lightning_sym.symmetry.views import ConvertedTensors, doubled
+from lightning_sym.symmetry.views import ConvertedTensors, NamedTensors, doubled
 
-Floats = NDArray[np.float64]
 # By gain, power and epsilon of a variance: entries of an element, and of the gain.
 Found = dict[tuple[str, int, float | None], list[tuple[Ints, Ints]]]
 _SETTLED = 1e-13  # steps that are smaller than that, relative to the tensors, are rounding
@@ -47,25 +45,16 @@ class Linear(Protocol):
         """Keep the gains around the maps."""
 
 
-class _Moved(Mapping[str, Tensor]):
+class _Moved(NamedTensors):
     """Tensors under a linear element, each made when it is asked for."""
 
     def __init__(self, action: Linear, tensors: Mapping[str, Tensor], moving: Collection[str]) -> None:
-        self.action, self.tensors, self.moving = action, tensors, moving
+        self.action, self.tensors, self.moving, self._names = action, tensors, moving, tensors
         action.learn_gains(tensors)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         return self.action.moved(tensor, name) if name in self.moving else tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 def carried(
@@ -265,7 +254,7 @@ def folded(structure: Structure) -> Translations:
     return result
 
 
-def _folds_of_entries(structure: Structure, at: Ints, steady: NDArray[np.bool_]) -> Found:
+def _folds_of_entries(structure: Structure, at: Ints, steady: Bools) -> Found:
     """Return the entries of a gain that the first entries of an element are multiples of, by gain and power.
 
     Args:

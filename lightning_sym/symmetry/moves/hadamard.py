@@ -3,12 +3,11 @@
 import numpy as np
 import scipy  # its parts are imported on first use
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sym._checks import check_integers
+from lightning_sym.symmetry.arrays import Floats
 
-Floats = NDArray[np.float64]
 _TRIES = 1024  # divided by the order
 _REGULAR = np.ones((4, 4)) - 2 * np.eye(4)[::-1]  # all rows have the sum 2
 

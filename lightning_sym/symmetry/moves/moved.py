@@ -95,7 +95,7 @@ def moved(
     with unchecked():
         after = symmetry.act(element, exact)
     settle(after)
-    change, precision = output_change(symmetry, exact, after)
+    change, precision = largest_output_change(symmetry, exact, after)
     if not change <= max(symmetry.tolerance, tolerance_of(precision)):
         raise ChangedFunctionError(
             f"the move changed the output by {change:.1e} (relative; at most {symmetry.tolerance:.1g} was expected): "
@@ -105,7 +105,7 @@ def moved(
     return Moved(result, element, tuple(notes), change)
 
 
-def output_change(symmetry: Symmetry, exact: nn.Module, other: nn.Module) -> tuple[float, torch.dtype]:
+def largest_output_change(symmetry: Symmetry, exact: nn.Module, other: nn.Module) -> tuple[float, torch.dtype]:
     """Return the largest relative change of an output between two networks, and the lowest precision of operations.
 
     Args:

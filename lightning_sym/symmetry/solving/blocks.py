@@ -4,11 +4,11 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import Bools, Ints
 from lightning_sym.symmetry.solving.nesting import Nesting, roles
 from lightning_sym.symmetry.solving.replicas import Folded
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, mix
+from lightning_sym.symmetry.tracing.numbering import Hashes, components, mix
 
 
 class Blocks(NamedTuple):
@@ -31,9 +31,7 @@ class Blocks(NamedTuple):
         return Blocks(members, parents, self.number_of)
 
 
-def find_blocks(
-    nesting: Nesting, colour: Hashes, fixed: NDArray[np.bool_], unit_of: Ints, folded: Folded | None
-) -> Blocks:
+def find_blocks(nesting: Nesting, colour: Hashes, fixed: Bools, unit_of: Ints, folded: Folded | None) -> Blocks:
     """Find blocks that may be permuted, and number their parents after the units.
 
     Members of slots that are not units are numbered first, directly after the units.
@@ -68,9 +66,7 @@ def find_blocks(
     return Blocks(tuple(found), tuple(carried), number_of)
 
 
-def _alike(
-    nesting: Nesting, colour: Hashes, fixed: NDArray[np.bool_], slot_of: Ints, folded: Folded | None
-) -> list[Ints]:
+def _alike(nesting: Nesting, colour: Hashes, fixed: Bools, slot_of: Ints, folded: Folded | None) -> list[Ints]:
     """Return the roots of isomorphic blocks, each of shape (blocks, members).
 
     Args:

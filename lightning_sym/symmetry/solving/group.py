@@ -1,7 +1,5 @@
 """The solution of all constraints: the group of permutations, scales, signs and matrices."""
 
-import contextlib
-import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_sym.symmetry.arrays import Ints, give_back_memory
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.gained import Known, find_gained
 from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
@@ -27,7 +26,7 @@ from lightning_sym.symmetry.solving.units import Positions, merge_units
 from lightning_sym.symmetry.solving.unread import unread_units
 from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, flat
+from lightning_sym.symmetry.tracing.numbering import Hashes, flat
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
 _MANY = 1_000_000  # number of atoms above which memory is returned to the system
@@ -148,8 +147,7 @@ def find_group(labels: Labels, known: Known) -> Group:
 def _give_back(atoms: int) -> None:
     """Return freed memory to the system if there are many atoms: glibc keeps it between large arrays."""
     if atoms > _MANY:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # other systems have no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()
 
 
 def _on_parameters(

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_sym.symmetry.arrays import rising, rising_pairs
+from lightning_sym.symmetry.arrays import Bools, Ints, rising, rising_pairs
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, flat, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.numbering import Hashes, components, flat, marked, mix, sum_by
 
 
 class Nesting(NamedTuple):
@@ -54,7 +53,7 @@ def _pairs(blocks: Sequence[tuple[Ints, Ints]], positions: Positions) -> Ints:
     return pairs
 
 
-def _shared(pairs: Ints, colour: Hashes, standing: NDArray[np.bool_]) -> Ints:
+def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
     """Return the parents that stay fixed while blocks are permuted: gains that all heads share.
 
     Such a gain is the parent of one unit in each head. A component of parents and members that contains it has several

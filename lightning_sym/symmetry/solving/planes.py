@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import rising_pairs
+from lightning_sym.symmetry.arrays import Ints, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, flat, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.numbering import Hashes, components, flat, marked, mix, sum_by
 
 NO_PAIRS = np.zeros((0, 2), np.int64)
 

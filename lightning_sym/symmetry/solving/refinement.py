@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.scales import Forms
 from lightning_sym.symmetry.solving.units import Positions, place_key
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.numbering import Hashes, marked, mix, sum_by
 
 
 class Orbits(NamedTuple):

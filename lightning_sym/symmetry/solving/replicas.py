@@ -9,17 +9,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_sym.symmetry.arrays import rising_pairs
+from lightning_sym.symmetry.arrays import Bools, Ints, rising_pairs
 from lightning_sym.symmetry.solving.nesting import Nesting, roles
 from lightning_sym.symmetry.solving.refinement import Orbits
 from lightning_sym.symmetry.solving.scales import Table
 from lightning_sym.symmetry.solving.units import Positions, place_key
 from lightning_sym.symmetry.tracing.copies import Copies, Sheets, sheets
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, components, marked, mix
+from lightning_sym.symmetry.tracing.numbering import Hashes, components, marked, mix
 
-Bools = NDArray[np.bool_]
 # Copies, the atoms that they copy, and the indices of the copies.
 Copied = tuple[Ints, Ints, Ints]
 

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Bools, Ints, rising
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label
 from lightning_sym.symmetry.tracing.equations import idle_together, solve
-from lightning_sym.symmetry.tracing.numbering import Ints, flat
+from lightning_sym.symmetry.tracing.numbering import flat
 
 _ROUNDING = 1e-9  # of exponents
 
@@ -173,7 +172,7 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
         forms.sort_indices()
 
 
-def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: NDArray[np.bool_]) -> sparse.csr_matrix | None:
+def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: Bools) -> sparse.csr_matrix | None:
     """Replace generators by others that act alone at one place of their units.
 
     At these places one unassigned generator has exponent 1 or -1, together with assigned ones. The product of all of

@@ -8,15 +8,15 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import Bools, Ints
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, cell_keys
 from lightning_sym.symmetry.solving.scales import Forms
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
 from lightning_sym.symmetry.tracing.numbering import Hashes
-from lightning_sym.symmetry.tracing.rotations import Bools, Ints, Rotation, exponents, own_exponents
+from lightning_sym.symmetry.tracing.rotations import Rotation, exponents, own_exponents
 from lightning_sym.symmetry.tracing.structure import Structure
 
 
@@ -31,9 +31,9 @@ class Met(NamedTuple):
         spread: Gains shared by several units, and the units that they multiply. Shape (2, pairs).
     """
 
-    normed: NDArray[np.bool_]
-    centred: NDArray[np.bool_]
-    restricted: NDArray[np.bool_]
+    normed: Bools
+    centred: Bools
+    restricted: Bools
     cells: list[Ints]
     spread: Ints
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_sym.symmetry.arrays import Bools, Ints
 from lightning_sym.symmetry.solving.planes import Places, PlaneFinder
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints, Numbers, components, flat, marked, mix, parts, sum_by
+from lightning_sym.symmetry.tracing.numbering import Hashes, Numbers, components, flat, marked, mix, parts, sum_by
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Positions:
     atom: Numbers
     copy: Numbers
     root: Ints
-    fixed: NDArray[np.bool_]
+    fixed: Bools
     finder: PlaneFinder
     asked: Ints
     of_planes: Places
@@ -59,7 +59,7 @@ class Positions:
         """The root at each position of parameters."""
         return self.atom[: self.own]
 
-    def marked(self, *atoms: Numbers) -> NDArray[np.bool_]:
+    def marked(self, *atoms: Numbers) -> Bools:
         """Return a mask of the roots of some atoms."""
         return marked(len(self.root), self.root[flat(atoms)])
 
@@ -143,7 +143,7 @@ def _told_apart(
     """
     atom, number = root[raw], len(root)
 
-    def twice(tag: Ints) -> NDArray[np.bool_]:
+    def twice(tag: Ints) -> Bools:
         result = np.zeros(len(tag), bool)
         for part in parts(offset):
             key = mix(place_key(where[part], tag[part]) ^ atom[part].astype(np.uint64))

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import rising_pairs
+from lightning_sym.symmetry.arrays import Ints, rising_pairs
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.solving.refinement import Orbits
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
 

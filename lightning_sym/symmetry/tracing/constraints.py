@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_sym.symmetry.arrays import distinct_columns, rising
+from lightning_sym.symmetry.arrays import Floats, Ints, distinct_columns, rising
 
-Ints = NDArray[np.int64]
 UNSET = -1  # the tag of a parameter's position until the first operation determines it
 
 
@@ -107,8 +105,8 @@ class Constraints:
     contracted: list[tuple[Ints, Ints]] = field(default_factory=list)
     turned: list[tuple[Ints, Ints]] = field(default_factory=list)
     planes: list[tuple[Ints, Ints]] = field(default_factory=list)
-    magnitude_equations: list[tuple[Ints, NDArray[np.float64]]] = field(default_factory=list)
-    sign_equations: list[tuple[Ints, NDArray[np.float64]]] = field(default_factory=list)
+    magnitude_equations: list[tuple[Ints, Floats]] = field(default_factory=list)
+    sign_equations: list[tuple[Ints, Floats]] = field(default_factory=list)
     fixed_atoms: list[Ints] = field(default_factory=list)
     fixed_magnitudes: list[Ints] = field(default_factory=list)
     fixed_signs: list[Ints] = field(default_factory=list)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, memories_of, numbers_of, reduced, terms_of
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, memories_of, numbers_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
@@ -267,7 +267,7 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return rewritten
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
-        rewritten = contract(r, *terms_of(equation), first, second)
+        rewritten = contract(r, *letters_of(equation), first, second)
     elif (
         made == {"inputs"}
         and (rewritten := _associated(r, node, first, second) or _before_sum(r, first, second)) is not None

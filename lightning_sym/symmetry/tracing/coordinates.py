@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import as_array
+from lightning_sym.symmetry.arrays import Ints, as_array
 
-Ints = NDArray[np.int64]
 _MANY = 2**22  # maximal numbers of a constant for exact comparison
 _COLUMNS = 8  # compared one by one before sorting whole rows
 
@@ -49,7 +48,7 @@ def varying_axes(moved: Tensor) -> list[int]:
     ]
 
 
-def on_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
+def reduced_to_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
     """Reduce moved coordinates to some axes; they must be constant along the others."""
     moved = core(moved)
     others = tuple(axis for axis in range(moved.ndim) if axis not in axes)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_sym.symmetry.tracing.numbering import Hashes, Ints
+from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.tracing.numbering import Hashes
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import coordinates
 from lightning_sym.symmetry.tracing.joining import MET
 from lightning_sym.symmetry.tracing.nodes import axes_of, reduced
-from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, places_of
+from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, spatial_axes_of
 from lightning_sym.symmetry.tracing.overwriting import choose, overwrite
 from lightning_sym.symmetry.tracing.rules import fix_choice, pointwise, register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value, filled, numbered, values_in
@@ -463,12 +463,12 @@ def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple
 
 @register_rule(Trait.POOL, Trait.RESIZE)
 def _spatial_mean(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
-    return trace.linear_along(value, range(-places_of(trace.operation), 0), trace.output_shape())
+    return trace.linear_along(value, range(-spatial_axes_of(trace.operation), 0), trace.output_shape())
 
 
 @register_rule(Trait.MAX_POOL)
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
-    count = places_of(trace.operation)
+    count = spatial_axes_of(trace.operation)
     single = isinstance(trace.node.meta["val"], Tensor)
     value = trace.tied(value, range(-count, 0))
     value = trace.elementwise(Value(trace.output_shape(None if single else 0), value.labels), positive_scales=True)

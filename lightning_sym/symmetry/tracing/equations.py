@@ -5,11 +5,9 @@ import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 
 _MOST = 2**20  # maximal entries of a parameter along axes that several of its slots share
 
@@ -148,7 +146,7 @@ def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, spars
     return rows[np.setdiff1d(np.arange(rows.shape[0]), taken)], defined, definition
 
 
-def vanishing(matrix: sparse.csr_matrix) -> NDArray[np.bool_]:
+def vanishing(matrix: sparse.csr_matrix) -> Bools:
     """Return a mask that includes all columns of linear combinations equal to zero, and possibly more."""
     left, row = np.ones(matrix.shape[1], bool), np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
     while True:  # the only remaining column of a row is in none

@@ -24,7 +24,7 @@ from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import (
     by_place,
-    check_arguments,
+    check_rule_arguments,
     checked_results,
     is_own,
     own_operations,
@@ -398,7 +398,7 @@ class _Replacement(Expansion):
             result, owner = run_module_rule(self, leaf, inputs), leaf.module
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._argument)
-            check_arguments(rule_for(node.target), self.operation, node.target, (self, *args), kwargs)
+            check_rule_arguments(rule_for(node.target), self.operation, node.target, (self, *args), kwargs)
             result, owner = rule_for(node.target)(self, *args, **kwargs), node.target
         results = [part for part in checked_results(result, owner) if part is not None]
         wanted = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]

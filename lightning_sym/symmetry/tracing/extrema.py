@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.branches import pieces
 from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument, reduced
-from lightning_sym.symmetry.tracing.operations import Trait, operations, places_of
+from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 
 aten = torch.ops.aten
@@ -100,7 +100,7 @@ def pooled(r: Rewriter, node: fx.Node, pool: fx.Node | None = None) -> fx.Node |
     name, value = r.name(pool), pool.args[0]
     if not isinstance(node.meta.get("val"), Tensor):
         return None
-    count = places_of(name)
+    count = spatial_axes_of(name)
     before, after = r.shape(value)[-count:], r.shape(node)[-count:]
     whole = set(after) == {1}
     sizes = [one // other for one, other in zip(before, after, strict=True)]

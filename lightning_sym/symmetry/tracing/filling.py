@@ -23,7 +23,7 @@ class _Part(NamedTuple):
     is_single: bool
 
 
-def filled(r: Rewriter, node: fx.Node) -> fx.Node | None:
+def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a value that writes fill completely, each element once, as the concatenation of the written values."""
     shape, writes = r.shape(node), [node]
     while r.name(before := writes[0].args[0]) == "put" and isinstance(before, fx.Node):

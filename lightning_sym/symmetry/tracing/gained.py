@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from lightning_sym.symmetry.arrays import Ints
 
 
 class BatchNorm(NamedTuple):
@@ -115,6 +113,11 @@ class GainedCell:
     def size(self) -> int:
         """The number of units."""
         return len(self.units)
+
+    @property
+    def dimension(self) -> int:
+        """The number of a matrix's entries, without those on the diagonal: these are among the scales."""
+        return self.size**2 - self.size
 
     @property
     def moves_statistics(self) -> bool:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import fx
 
+from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.tracing.constraints import HalfPeriod, Label
 from lightning_sym.symmetry.tracing.nodes import argument
-from lightning_sym.symmetry.tracing.numbering import Ints
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.rules import pointwise, register_rule
 from lightning_sym.symmetry.tracing.values import InFront, Value

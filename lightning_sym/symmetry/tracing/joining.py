@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from lightning_sym.symmetry.arrays import rising, rising_pairs
-from lightning_sym.symmetry.tracing.constraints import Ints, Label, counted
+from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
+from lightning_sym.symmetry.tracing.constraints import Label, counted
 from lightning_sym.symmetry.tracing.coordinates import coordinates, numbered_rows, rows_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing

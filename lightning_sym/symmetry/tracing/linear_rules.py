@@ -11,8 +11,8 @@ from lightning_sym.symmetry.tracing.choice_rules import taken_at
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.elementwise_rules import summed_over
 from lightning_sym.symmetry.tracing.gained import BatchNorm
-from lightning_sym.symmetry.tracing.nodes import equation_of, terms_of
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
+from lightning_sym.symmetry.tracing.nodes import equation_of, letters_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rules import register_rule, unknown
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.vocabulary import Trace
@@ -24,7 +24,7 @@ from lightning_sym.symmetry.tracing.vocabulary import Trace
 def _contracted(trace: Trace, *args: Any, **kwargs: Any) -> Any:
     equation, is_einsum = equation_of(trace.node), trace.operation == "einsum"
     values = args[1] if is_einsum else args[:2]
-    *terms, out = terms_of(equation) if equation is not None else ("", "", "")
+    *terms, out = letters_of(equation) if equation is not None else ("", "", "")
     summed = [set(term) - set(out) for term in terms]
     if not summed[0] or summed[0] != summed[1]:
         return unknown(trace, *args)
@@ -66,7 +66,7 @@ def _convolution(
 ) -> Value:
     # conv: dilation, groups; transposed: output_padding, groups, dilation
     groups = args[1] if len(args) > 1 else 1
-    shape, count, transposed = trace.output_shape(), places_of(trace.operation), "transpose" in trace.operation
+    shape, count, transposed = trace.output_shape(), spatial_axes_of(trace.operation), "transpose" in trace.operation
     channel = value.ndim - count - 1
     value = trace.tied(value, range(-count, 0))
     weight = trace.free_of(weight, range(2, weight.ndim), "")

@@ -64,7 +64,7 @@ def equation_of(node: fx.Node) -> str | None:
     return f"{first}{row}y,{second}y{column}->{batch}{row}{column}" if name in ("matmul", "mm", "bmm", "mv") else None
 
 
-def terms_of(equation: str) -> tuple[str, str, str]:
+def letters_of(equation: str) -> tuple[str, str, str]:
     """Return the letters of the two factors of an equation and those of the result."""
     given, out = equation.split("->")
     first, second = given.split(",")

@@ -30,7 +30,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_product,
 )
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
-from lightning_sym.symmetry.tracing.filling import filled
+from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
@@ -547,7 +547,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,
     "cat": _cat,
-    "put": filled,
+    "put": joined_writes,
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
     **REWRITES,

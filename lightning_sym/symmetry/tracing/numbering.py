@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Bools, Ints, rising
 
-Ints = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.integer[Any]]  # 32-bit where there are millions
 _AT_ONCE = 2**17  # positions hashed in memory at once
@@ -51,7 +50,7 @@ def flat(parts: Sequence[Numbers]) -> Ints:
     return np.concatenate([np.zeros(0, np.int64), *(part.ravel() for part in parts)], dtype=np.int64)
 
 
-def marked(number: int, *positions: Numbers) -> NDArray[np.bool_]:
+def marked(number: int, *positions: Numbers) -> Bools:
     """Return a mask that is true at given positions."""
     mask = np.zeros(number, bool)
     mask[flat(list(positions))] = True

@@ -131,7 +131,7 @@ def name_of(node: fx.Node) -> str:
     return operation_name(node.target).removesuffix("_") if node.op == "call_function" else node.op
 
 
-def places_of(name: str) -> int:
+def spatial_axes_of(name: str) -> int:
     """Return the number of spatial axes of an operation called ...1d, ...2d, ...3d."""
     return next(count for count in (1, 2, 3) if f"{count}d" in name)
 

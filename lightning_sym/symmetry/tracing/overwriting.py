@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import Bools
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.vocabulary import Trace
@@ -100,10 +100,10 @@ def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
     trace.see(Label((), label.atom.ravel(), tag, label.scale.ravel()).at(rows.any(1)))
 
 
-def _along(mask: Tensor, axes: tuple[int, ...]) -> NDArray[np.bool_]:
+def _along(mask: Tensor, axes: tuple[int, ...]) -> Bools:
     """Return a mask of positions on some axes with a true entry along the others."""
     others = [axis for axis in range(mask.ndim) if axis not in axes]
-    result: NDArray[np.bool_] = (mask.any(others) if others else mask).numpy()
+    result: Bools = (mask.any(others) if others else mask).numpy()
     return result
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import rising, rising_pairs
-from lightning_sym.symmetry.tracing.constraints import UNSET, Ints, Label
+from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
+from lightning_sym.symmetry.tracing.constraints import UNSET, Label
 from lightning_sym.symmetry.tracing.coordinates import (
     coordinates,
     core,
     numbered_rows,
-    on_axes,
     rank_within,
+    reduced_to_axes,
     rows_of,
     varying_axes,
 )
@@ -232,7 +232,7 @@ class Placing(TraceState):
         if not axes and filled and part.ndim == value.ndim:
             # A unit padded along its own axis: the new elements are other units.
             axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
-        position = on_axes(part, axes) - 1
+        position = reduced_to_axes(part, axes) - 1
         if not axes:
             # A unit that fills the whole result keeps its axis where this is still known.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
@@ -296,7 +296,7 @@ class Placing(TraceState):
             place = function(coordinates(value.shape, (axis,)))
             along = set(varying_axes(place))
             if along <= set(axes):
-                code = code * (size + 1) + on_axes(place, axes) if along else code
+                code = code * (size + 1) + reduced_to_axes(place, axes) if along else code
             elif along & set(axes):  # each position shows some of the places (alternating, for example)
                 _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
                 code = code * (size + 1) + shown.reshape(code.shape)

@@ -6,12 +6,9 @@ See docs/theory/transformers.md, 3.
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)

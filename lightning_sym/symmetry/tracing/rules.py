@@ -278,11 +278,11 @@ def run_module_rule(trace: Any, leaf: Leaf, inputs: Sequence[Any]) -> Any:
     collects = any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values())
     if as_called and not (collects and one_by_one):
         return rule(trace, module, *args, **kwargs)
-    check_arguments(rule, type(module).__name__, module.forward, (trace, module, *inputs), {})
+    check_rule_arguments(rule, type(module).__name__, module.forward, (trace, module, *inputs), {})
     return rule(trace, module, *inputs)
 
 
-def check_arguments(rule: Rule, called: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_rule_arguments(rule: Rule, called: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Check that a rule can be called.
 
     Args:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.constraints import Constraints, Ints, Label, Sighting
+from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core
-from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, terms_of
+from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, letters_of
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.values import Members, Value, values_in
@@ -256,7 +256,7 @@ def _picked(name: str, args: Any, shape: tuple[int, ...]) -> Any:
 def _contracted(node: fx.Node, args: Any, shape: tuple[int, ...]) -> Any:
     if (equation := equation_of(node)) is None:
         return _MIXED
-    *terms, out = terms_of(equation)
+    *terms, out = letters_of(equation)
     values = list(args[1]) if name_of(node) == "einsum" else list(args[:2])
     if name_of(node) == "linear" and len(args) > 2 and args[2] is not None:
         values, terms = [*values, args[2]], [*terms, out[-1]]

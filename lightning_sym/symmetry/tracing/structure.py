@@ -1,16 +1,17 @@
 """The symmetry group of a network as arrays."""
 
 import math
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.copies import Copies, arriving
@@ -19,7 +20,6 @@ from lightning_sym.symmetry.tracing.numbering import flat
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents, own_exponents
 from lightning_sym.symmetry.tracing.tilts import Tilt
 
-Ints = NDArray[np.int64]
 VALUE = ("value", 0.0)  # how most parameters and buffers transform, see Slot.kind
 
 
@@ -75,8 +75,8 @@ class HalfTurns:
     biases: tuple[str, ...]
     counts: tuple[int, ...]
     place: Ints
-    size: NDArray[np.float64]
-    odd: NDArray[np.bool_]
+    size: Floats
+    odd: Bools
     flips: sparse.csr_matrix
 
 
@@ -195,10 +195,8 @@ class Structure:
     @cached_property
     def phase_of(self) -> Ints:
         """For each unit, the index of its phase if it is a rotary pair, else -1."""
-        phase_of = np.full(self.units, -1)
         turned = flat([units for units, pairs in zip(self.orbits, self.planes, strict=False) if len(pairs)])
-        phase_of[turned] = np.arange(len(turned))
-        return phase_of
+        return self._numbered(turned[:, None])
 
     @cached_property
     def phases(self) -> int:
@@ -240,10 +238,24 @@ class Structure:
     @cached_property
     def cell_of(self) -> Ints:
         """For each unit, the index of its GL(d) block, or -1."""
-        cell_of = np.full(self.units, -1)
-        for index, cell in enumerate(self.dense):
-            cell_of[cell] = index
-        return cell_of
+        return self._numbered(self.dense)
+
+    @cached_property
+    def orbit_of(self) -> Ints:
+        """For each unit, the index of its orbit, or -1 for slots of copies and parents of blocks."""
+        return self._numbered(self.orbits)
+
+    def _numbered(self, sets: Iterable[Ints]) -> Ints:
+        numbers = np.full(self.units, -1)
+        for index, units in enumerate(sets):
+            numbers[units] = index
+        return numbers
+
+    def _ranked(self, sets: Iterable[Ints]) -> Ints:
+        place = np.zeros(self.units, np.int64)
+        for units in sets:
+            place[units] = np.arange(len(units))
+        return place
 
     def slots_at(self, positions: Ints) -> Ints:
         """Return the slot index of each position."""
@@ -253,21 +265,15 @@ class Structure:
     @cached_property
     def rotation_of(self) -> Ints:
         """For each unit, the index of the rotation that acts on it, or -1."""
-        rotation_of = np.full(self.units, -1)
-        for index, rotation in enumerate(self.rotations):
-            rotation_of[rotation.units] = index
-        return rotation_of
+        return self._numbered(rotation.units for rotation in self.rotations)
 
     @cached_property
     def place_in_cell(self) -> Ints:
         """For each rotated unit, its index in its cell."""
-        place = np.zeros(self.units, np.int64)
-        for rotation in self.rotations:
-            place[rotation.units] = np.arange(rotation.size)
-        return place
+        return self._ranked(rotation.units for rotation in self.rotations)
 
     @cached_property
-    def moves(self) -> NDArray[np.bool_]:
+    def moves(self) -> Bools:
         """For each unit, whether it can be permuted."""
         moves = np.zeros(self.units, bool)
         for units, movable in zip(self.orbits, self.movable, strict=True):
@@ -277,19 +283,15 @@ class Structure:
     @cached_property
     def place_in_orbit(self) -> Ints:
         """For each unit, its index in its orbit."""
-        place = np.zeros(self.units, np.int64)
-        for units in self.orbits:
-            place[units] = np.arange(len(units))
-        return place
+        return self._ranked(self.orbits)
 
     @cached_property
     def dense_places(self) -> dict[int, list[tuple[list[int], list[Ints], bool]]]:
         """By slot offset: GL(d) blocks of one size, their positions, and whether the slot reads (or writes) them."""
         found: dict[tuple[int, bool, int, int], list[tuple[int, Ints]]] = {}
         starts = np.array([slot.offset for slot in self.slots], np.int64)
-        orbit_of = {int(unit): index for index, units in enumerate(self.orbits) for unit in units}
         for cell_index, cell in enumerate(self.dense):
-            orbit = orbit_of[int(cell[0])]
+            orbit = int(self.orbit_of[cell[0]])
             columns = self.columns[orbit][self.place_in_orbit[cell]]
             slot_of = np.searchsorted(starts, columns[0], side="right") - 1
             exponent = own_exponents(self.magnitudes, columns)
@@ -341,21 +343,24 @@ class Structure:
         """By slot offset: rotations, their positions, and the powers of the gains around them."""
         places: dict[int, list[tuple[int, Ints, tuple[int, ...]]]] = {}
         for index, rotation in enumerate(self.rotations):
-            columns = self.columns[rotation.orbit][self.place_in_orbit[rotation.units]]
-            acting = exponents(
-                self.magnitudes, columns, self.scale_table[rotation.orbit][self.place_in_orbit[rotation.units]]
-            )
-            if not columns.shape[1]:
-                continue
-            assert acting is not None  # find_rotations looked
             gains = {name for name, _ in rotation.gains}
-            for at, slot_index, powers in zip(
-                columns.T, self.slots_at(columns[0]), acting @ rotation.powers, strict=True
-            ):
-                slot = self.slots[slot_index]
-                if slot.tensor not in gains:
-                    places.setdefault(slot.offset, []).append((index, at - slot.offset, tuple(powers.tolist())))
+            for offset, at, powers in self._places_between(rotation, rotation.powers, gains):
+                places.setdefault(offset, []).append((index, at, tuple(powers)))
         return places
+
+    def _places_between(
+        self, cell: Rotation | GainedCell, powers: Ints, gains: Collection[str]
+    ) -> Iterator[tuple[int, Ints, list[int]]]:
+        """Yield slot offset, positions and powers of each place of a cell between gains, other than the gains' own."""
+        own = self.place_in_orbit[cell.units]
+        columns = self.columns[cell.orbit][own]
+        acting = exponents(self.magnitudes, columns, self.scale_table[cell.orbit][own])
+        assert acting is not None  # its detection looked
+        where = self.slots_at(columns[0]) if columns.shape[1] else ()
+        for at, slot_index, found in zip(columns.T, where, (acting @ powers).tolist(), strict=True):
+            slot = self.slots[slot_index]
+            if slot.tensor not in gains:
+                yield slot.offset, at - slot.offset, found
 
     @cached_property
     def rotated_whole(self) -> frozenset[int]:
@@ -367,30 +372,16 @@ class Structure:
     @cached_property
     def gained_of(self) -> Ints:
         """For each unit, the index of its gained cell, or -1."""
-        gained_of = np.full(self.units, -1)
-        for index, cell in enumerate(self.gained):
-            gained_of[cell.units] = index
-        return gained_of
+        return self._numbered(cell.units for cell in self.gained)
 
     @cached_property
     def gained_places(self) -> dict[int, list[GainedPlace]]:
         """By slot offset: the occurrences of gained cells."""
         places: dict[int, list[GainedPlace]] = {}
         for index, cell in enumerate(self.gained):
-            own = self.place_in_orbit[cell.units]
-            columns = self.columns[cell.orbit][own]
-            acting = exponents(self.magnitudes, columns, self.scale_table[cell.orbit][own])
-            if not columns.shape[1]:
-                continue
-            assert acting is not None  # find_gained looked
             fixed = {name for gain in cell.gains for name in gain.names}
-            for at, slot_index, powers in zip(
-                columns.T, self.slots_at(columns[0]), (acting @ cell.solve).tolist(), strict=True
-            ):
-                slot = self.slots[slot_index]
-                if slot.tensor not in fixed:
-                    place = GainedPlace(index, at - slot.offset, tuple(powers[:-1]), powers[-1] < 0)
-                    places.setdefault(slot.offset, []).append(place)
+            for offset, at, powers in self._places_between(cell, cell.solve, fixed):
+                places.setdefault(offset, []).append(GainedPlace(index, at, tuple(powers[:-1]), powers[-1] < 0))
         return places
 
     @cached_property

@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
-from lightning_sym.symmetry.tracing.nodes import equation_of, moved, terms_of
+from lightning_sym.symmetry.tracing.nodes import equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -42,7 +42,7 @@ class _UnitAxes:
         if name.startswith("conv"):
             return {1}
         if (equation := equation_of(node) if name in ("matmul", "einsum") else None) is not None:
-            *terms, out = terms_of(equation)
+            *terms, out = letters_of(equation)
             parts: Any = node.args[1] if name == "einsum" else node.args[:2]
             letters = {term[axis] for term, part in zip(terms, parts, strict=True) for axis in self.of(part)}
             return {axis for axis, letter in enumerate(out) if letter in letters}

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import distinct_columns
-from lightning_sym.symmetry.tracing.constraints import Ints, Label
+from lightning_sym.symmetry.arrays import Ints, distinct_columns
+from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import rank_within
 
 Path = tuple[Callable[[Tensor], Tensor], ...]

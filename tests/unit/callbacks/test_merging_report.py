@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from experiments import HalfBlindTask
-from fits import digits, fit
+from fits import descended, digits, fit
 from helpers import assert_refused, read_rows, write_zoo
 
 from lightning_sym.callbacks import MergingReport
@@ -27,13 +27,8 @@ def network():
 def zoo(tmp_path):
     """Return a zoo of two networks after some steps on all digits."""
     data, networks = digits(max_samples=400), [network().fresh(number) for number in range(2)]
-    images, labels = (torch.cat(parts) for parts in zip(*data.curvature_dataloader(), strict=True))
     for one in networks:
-        optimizer = torch.optim.Adam(one.parameters(), lr=0.01)
-        for _ in range(60):
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(one(images), labels).backward()
-            optimizer.step()
+        descended(one, data, steps=60, lr=0.01)
     return str(write_zoo(tmp_path / "zoo", networks, data))
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from fits import epoch
 from helpers import assert_refused
 
 from lightning_sym._random import generator
@@ -11,13 +12,6 @@ MEAN, STD = [0.4, 0.5], [0.2, 0.3]
 def make(numbered, count=20, **settings):
     settings = {"batch_size": 6, "mean": MEAN, "std": STD} | settings
     return TensorLoader(*numbered(count), **settings)
-
-
-def epoch(loader, number=0):
-    loader.set_epoch(number)
-    batches = list(loader)
-    assert len(batches) == len(loader)
-    return batches
 
 
 def joined(loader, number=0):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import printed
 
-from lightning_sym.reports.rotation import mean_interval, rotation_results, rotation_rows, rotation_summary
+from lightning_sym.reports.rotation import resampled_interval, rotation_results, rotation_rows, rotation_summary
 
 KINDS = {"group": 2, "orthogonal": 2, "none": 1, "undo": 2}  # repeats
 NETWORKS = [
@@ -86,10 +86,15 @@ def test_notes_say_what_the_numbers_are_over():
 
 
 def test_the_interval_of_a_mean():
-    assert mean_interval([]) == (None, None, "")
-    assert mean_interval([[0.5]]) == mean_interval([[0.5, 0.1]]) == mean_interval([[0.5], [0.1]]) == (None, None, "")
-    assert mean_interval([[0.5], [0.1], [0.3]])[2] == "members"
-    low, high, over = mean_interval([list(np.random.default_rng(1).normal(size=400))])
+    assert resampled_interval([]) == (None, None, "")
+    assert (
+        resampled_interval([[0.5]])
+        == resampled_interval([[0.5, 0.1]])
+        == resampled_interval([[0.5], [0.1]])
+        == (None, None, "")
+    )
+    assert resampled_interval([[0.5], [0.1], [0.3]])[2] == "members"
+    low, high, over = resampled_interval([list(np.random.default_rng(1).normal(size=400))])
     assert over == "repeats"
     # Of 400 standard normal numbers the mean is known to 1.96 / 20.
     assert high - low == pytest.approx(2 * 1.96 / 20, rel=0.15)

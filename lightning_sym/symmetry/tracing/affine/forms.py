@@ -4,15 +4,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.tracing.affine.solution import Solution
-from lightning_sym.symmetry.tracing.affine.values import Atom, Ints
+from lightning_sym.symmetry.tracing.affine.values import Atom
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_atom
 
-Floats = NDArray[np.float64]
 # Smaller numbers are rounding; systems with longer chains of definitions are solved in dense columns.
 _NOTHING, _LONGEST = 1e-12, 100
 
@@ -203,7 +201,7 @@ def _substituted(triangle: sparse.spmatrix, right: sparse.spmatrix) -> sparse.cs
     return None
 
 
-def _equations(solution: Solution) -> tuple[list[Any], NDArray[np.bool_]]:
+def _equations(solution: Solution) -> tuple[list[Any], Bools]:
     """Return all equations, without unknowns that are zero; and for each whether it depends on weights."""
     zero = solution.solved.zero
     found, varying = [], []
@@ -218,7 +216,7 @@ def _equations(solution: Solution) -> tuple[list[Any], NDArray[np.bool_]]:
     return found, np.concatenate([np.zeros(0, bool), *varying])
 
 
-def _components(equations: list[Any], varying: NDArray[np.bool_], count: int, rows: Ints) -> NDArray[np.bool_]:
+def _components(equations: list[Any], varying: Bools, count: int, rows: Ints) -> Bools:
     """Return the unknowns of some equations that are connected by weight-dependent ones."""
     pairs = []
     starts = np.zeros(count, bool)
@@ -238,5 +236,5 @@ def _components(equations: list[Any], varying: NDArray[np.bool_], count: int, ro
     one, two = np.concatenate(pairs, 1)
     graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (count, count))
     _, label = sparse.csgraph.connected_components(graph, False)
-    found: NDArray[np.bool_] = np.isin(label, rising(label[starts]))
+    found: Bools = np.isin(label, rising(label[starts]))
     return found

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.coordinates import coordinates
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, moved, reduced, shape_of, terms_of
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved, reduced, shape_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.tilts import Leaning
 
 _PASSES = operations(Trait.CAST) | {"neg"}
@@ -85,7 +85,7 @@ def _layer(node: fx.Node) -> _Layer | None:
     if (
         name not in operations(Trait.CONVOLVE)
         or argument(node, 6, "groups", 1) != 1
-        or len(shape) < 2 + places_of(name)
+        or len(shape) < 2 + spatial_axes_of(name)
     ):
         return None
     return _Layer(node.args[1], argument(node, 2, "bias"), 1, *((1, 0) if "transpose" in name else (0, 1)))
@@ -244,7 +244,7 @@ class _Stream:
             if mask not in wide and kept and all(part in wide for part in kept):
                 return {part: wide[part] for part in kept}
         elif name in _PRODUCTS and (equation := equation_of(node)) is not None:
-            *terms, out = terms_of(equation)
+            *terms, out = letters_of(equation)
             values: Any = node.args[1] if name == "einsum" else node.args[:2]
             for own, other, value in ((0, 1, values[0]), (1, 0, values[1])):
                 alone = out[axis] in terms[own] and out[axis] not in terms[other] and len(given) == 2

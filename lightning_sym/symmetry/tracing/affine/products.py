@@ -12,8 +12,8 @@ from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, terms_of
-from lightning_sym.symmetry.tracing.operations import name_of, places_of
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of
+from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
 
 _LETTERS = string.ascii_letters
 
@@ -132,7 +132,7 @@ class Products(Contractions):
         equation, values = equation_of(node), [self._value(own) for own in given]
         if equation is None or None in values:
             return None
-        terms = terms_of(equation)[:2]
+        terms = letters_of(equation)[:2]
         sizes: dict[str, int] = {}
         for term, value in zip(terms, values, strict=True):
             sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, value.shape, strict=True)}  # type: ignore[union-attr]
@@ -180,7 +180,7 @@ class Products(Contractions):
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])
         name = name_of(node)
-        count = places_of(name)
+        count = spatial_axes_of(name)
         if x is None or w is None or not x.varies or x.rank != count + 2 or w.varies:
             return None
         transposed = "transpose" in name

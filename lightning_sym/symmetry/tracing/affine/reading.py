@@ -14,7 +14,7 @@ from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
 from lightning_sym.symmetry.tracing.nodes import written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, places_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
 _MOST = 2**20  # maximal entries of a parameter that are numbered
@@ -125,7 +125,7 @@ def _features(inputs: Sequence[fx.Node]) -> dict[fx.Node, set[int]]:
             if user.args and user.args[0] is node and name_of(user) == "linear":
                 found.setdefault(node, set()).add(node.meta["val"].ndim - 1)
             elif user.args and user.args[0] is node and name_of(user) in operations(Trait.CONVOLVE):
-                found.setdefault(node, set()).add(node.meta["val"].ndim - 1 - places_of(name_of(user)))
+                found.setdefault(node, set()).add(node.meta["val"].ndim - 1 - spatial_axes_of(name_of(user)))
     return found
 
 

@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
-from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS, Ints
+from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights
 from lightning_sym.symmetry.tracing.equations import compress
 
-Floats = NDArray[np.float64]
 _NOTHING = 1e-9
 
 
@@ -63,11 +61,11 @@ class Eliminated:
     free: Ints
     bound: Ints
     rows: Ints
-    zero: NDArray[np.bool_]
+    zero: Bools
     forms: sparse.csr_matrix
     whole: bool = True
 
-    def narrowed(self, equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: Ints) -> "Eliminated":
+    def narrowed(self, equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> "Eliminated":
         """Solve further equations for the free unknowns; see :func:`eliminate`."""
         forms, more = self.forms, np.flatnonzero(zero & ~self.zero)
         rows = sparse.vstack([_sum([(equations, forms)], (equations.shape[0], forms.shape[1])), forms[more]]).tocsr()
@@ -84,7 +82,7 @@ class _Elimination:
         count: The number of unknowns.
     """
 
-    def __init__(self, zero: NDArray[np.bool_], count: int) -> None:
+    def __init__(self, zero: Bools, count: int) -> None:
         self.zero, self.count = zero, count
         self.root, self.factor = np.arange(count), np.ones(count)  # unknowns as multiples of others
         self.gone = zero.copy()  # those that are zero, or multiples of others
@@ -177,7 +175,7 @@ class _Elimination:
         return result
 
 
-def eliminate(equations: sparse.csr_matrix, zero: NDArray[np.bool_], priority: Ints) -> Eliminated:
+def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> Eliminated:
     """Solve homogeneous equations for the unknowns of highest priority.
 
     Args:
@@ -325,9 +323,9 @@ class Solution:
         self.directions: Ints = free[kinds == DIRECTIONS]
         self.passing: Ints = free[kinds == DERIVED]
 
-    def _zero(self) -> NDArray[np.bool_]:
+    def _zero(self) -> Bools:
         unknowns = self.system.unknowns
-        zero: NDArray[np.bool_] = unknowns.zero[: unknowns.count].copy()
+        zero: Bools = unknowns.zero[: unknowns.count].copy()
         zero[0] = True
         return zero
 

@@ -12,19 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import Forms, FormsAt
-from lightning_sym.symmetry.tracing.affine.values import Coefficient, Ints, Shape
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Shape
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of
 from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 from lightning_sym.symmetry.views import FixedTensors
 
-Floats = NDArray[np.float64]
 _TINY, _LIMIT = 1e-60, 1e-6  # near zero; and how close two limits are, relative to their size
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
 
@@ -312,7 +310,7 @@ class Translations:
         found = found.union(*(step.names for step in steps))
         return found | (self.parts.forms.names if np.isin(at, self.parts.forms.varying).any() else set())
 
-    def reaching(self, at: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
+    def reaching(self, at: Ints) -> tuple[Bools, list[Step]]:
         """Return the entries of elements that may change wanted unknowns, and the steps in between."""
         assert self.parts is not None
         parts, forms = self.parts, self.generic.matrix
@@ -359,7 +357,7 @@ class Translations:
         return {own.name for own in self.kinds if own.kind == kind}
 
 
-def reached(steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints) -> tuple[NDArray[np.bool_], list[Step]]:
+def reached(steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints) -> tuple[Bools, list[Step]]:
     """Return the free unknowns that wanted ones depend on, and the steps in between, in order."""
     needed = np.zeros(forms.shape[1], bool)
     needed[forms[wanted].indices] = True
@@ -389,12 +387,12 @@ def _add_at(total: Floats, at: Ints, values: Tensor) -> None:
     np.add.at(total, at.ravel(), values.numpy().ravel())
 
 
-def _same(one: Floats, two: Floats, least: float = 0.0) -> NDArray[np.bool_]:
-    same: NDArray[np.bool_] = np.abs(one - two) <= _LIMIT * np.abs(one) + least
+def _same(one: Floats, two: Floats, least: float = 0.0) -> Bools:
+    same: Bools = np.abs(one - two) <= _LIMIT * np.abs(one) + least
     return same
 
 
-def _same_columns(one: sparse.csr_matrix, two: sparse.csr_matrix) -> NDArray[np.bool_]:
+def _same_columns(one: sparse.csr_matrix, two: sparse.csr_matrix) -> Bools:
     apart, size = (abs(own).max(0).toarray().ravel() for own in (one - two, one))
     return _same(size, size + apart)
 
@@ -440,7 +438,7 @@ class Located:
         return np.where(self.passing, self._multiples, 0.0)
 
     @cached_property
-    def passing(self) -> NDArray[np.bool_]:
+    def passing(self) -> Bools:
         """The entries of an element that act at these weights: those that need no division by zero. Shape (size,).
 
         Their additions need a limit as zeros are approached, the same for two kinds of tiny numbers.

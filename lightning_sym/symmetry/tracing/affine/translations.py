@@ -12,7 +12,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import rising
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.leaning import leaning_of
@@ -30,7 +30,7 @@ from lightning_sym.symmetry.tracing.affine.space import (
     Writers,
 )
 from lightning_sym.symmetry.tracing.affine.system import Derived, System, states_of
-from lightning_sym.symmetry.tracing.affine.values import Ints, Value
+from lightning_sym.symmetry.tracing.affine.values import Value
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_total
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.numbering import sum_by

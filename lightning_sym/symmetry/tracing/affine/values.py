@@ -11,13 +11,12 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.tracing.coordinates import varies
 
-Ints = NDArray[np.int64]
 Shape = tuple[int, ...]
 
 # Kinds of unknowns; equations define those of the last kind first.

@@ -6,7 +6,7 @@ The records kept here can be copied and sent to other processes.
 import importlib
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import Atom, Coefficient, Total
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.views import NamedTensors
 
 _SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which are asked for again and again
 
@@ -90,7 +91,7 @@ def _found(address: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-class Generic(Mapping[str, Tensor]):
+class Generic(NamedTensors):
     """Random positive numbers in the place of a network's tensors, made when they are asked for; constants stay.
 
     Args:
@@ -100,7 +101,7 @@ class Generic(Mapping[str, Tensor]):
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Tensor], seed: int = 0) -> None:
-        self.shapes, self.constants, self.seed = shapes, values, seed
+        self.shapes, self.constants, self.seed, self._names = shapes, values, seed, shapes
         self._small: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -113,15 +114,6 @@ class Generic(Mapping[str, Tensor]):
         if made.numel() <= _SMALL:
             self._small[name] = made
         return made
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
 
 class Program(Protocol):
