@@ -207,9 +207,9 @@ def gram(vectors: Tensor, block_axes: int, *, exact: bool = True) -> Tensor:
     Args:
         vectors: Shape ``[*blocks, ..., R, F]``.
         block_axes: How many axes lead.
-        exact: Whether all is added up in double precision. Otherwise a CPU multiplies numbers of single precision in
-            it, which takes half the time, and adds up only the products of 256 rows, or of one sample, in double
-            precision: its relative error is about 1e-7 over the root of their number.
+        exact: Whether all is added up in double precision. Otherwise numbers of single precision on a CPU are
+            multiplied in it, in half the time, and only sums over 256 rows, or over the places of one sample, are
+            added up in double precision. The relative error is about 1e-7 then.
 
     Returns:
         Shape ``[*blocks, F, F]``; float64 (float32 where the device has none).
