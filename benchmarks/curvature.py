@@ -1,7 +1,7 @@
 """Cost of relaxed layers, their curvature and the marginal likelihood, relative to plain alternatives.
 
 Variants take turns, so that drifts in the machine's speed affect all. Uses one thread on a CPU, as a rank would, and
-counts processor time there, but for the recipe. Run it alone on the machine::
+counts processor time there. Run it alone on the machine::
 
     python benchmarks/curvature.py                    # everything, about half an hour on a CPU core
     python benchmarks/curvature.py --only layers sparse
@@ -262,6 +262,15 @@ def interpolating(sparse: SparseFactoredFullyConnected) -> Callable[[], None]:
     return products
 
 
+def shape_of(phi: Tensor) -> str:
+    """Say how far an interpolation is from one of fewer anchors, or of near points alone."""
+    values, sizes = torch.linalg.svdvals(phi.double().cpu()), phi.abs() / phi.abs().max()
+    shares = " and ".join(f"{(sizes > least).double().mean():.0%} above {least:.0e}" for least in (1e-7, 1e-6))
+    condition = float(values[0] / values[-1])
+    text = f"matrices of {len(phi)} anchors with condition {condition:.0f}"
+    return f"{text}; of their entries are {shares} of the largest"
+
+
 def measure_sparse(sizes: Sizes, rounds: int, device: str) -> Results:
     """Time layers with anchors against those without."""
     found = []
@@ -278,6 +287,7 @@ def measure_sparse(sizes: Sizes, rounds: int, device: str) -> Results:
                 if isinstance(sparse, SparseFactoredFullyConnected):
                     runs["its interpolation alone"] = interpolating(sparse)
                     note += " Last row: the four products of weights, or their gradients, with the interpolations."
+                    note += f" These are {shape_of(sparse.phi1)}."
                 rows = timed(runs, 4 * rounds)
                 title = title_of(f"{name}, forward and backward", sizes, channels, grid)
                 found.append(result(title, rows, note=note, target_ratio=1.25))
@@ -457,7 +467,7 @@ def measure_recipe(sizes: Sizes, rounds: int, device: str) -> Results:
         f"--trainer.callbacks.every_n_epochs={sizes.every}",
     ]
     ends = "one epoch without updates"
-    rows = timed_by(
+    rows = timed(
         {
             "plain": partial(fit, sizes.epochs, without),
             f"an update every {sizes.every} epochs": partial(fit, sizes.epochs, every),

@@ -35,7 +35,7 @@ import tempfile
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,26 +191,22 @@ def _eigenthings(_: Any) -> list[Case]:
 
 def _pyhessian(_: Any) -> list[Case]:
     from pyhessian import hessian
+    from spectra import CASES, trained
 
-    from lightning_sym.curvature import CurvatureOperator, top_eigenpairs, trace
+    from lightning_sym.curvature import CurvatureOperator, trace
+
+    def their(network: nn.Module, data: Sequence[Tensor]) -> Any:
+        return hessian(network, nn.CrossEntropyLoss(), data=tuple(data), cuda=False)
 
     network, *data = _cnn()
     operator = partial(CurvatureOperator, network, data, F.cross_entropy)
-    top = relative(top_eigenpairs(operator(dtype=torch.float64), tolerance=1e-6).values[0])
-    own = top(float(top_eigenpairs(operator(), tolerance=2e-2).values[0]))
     seeds = range(2)
-
-    def their_top(tolerance: float) -> float:
-        torch.manual_seed(0)
-        return float(
-            hessian(network, nn.CrossEntropyLoss(), data=tuple(data), cuda=False).eigenvalues(100, tolerance)[0][0]
-        )
 
     def their_traces() -> list[float]:
         found = []
         for seed in seeds:
             torch.manual_seed(seed)
-            found.append(hessian(network, nn.CrossEntropyLoss(), data=tuple(data), cuda=False).trace())
+            found.append(their(network, data).trace())
         return [sum(values) / len(values) for values in found]
 
     def our_traces() -> list[float]:
@@ -218,15 +214,10 @@ def _pyhessian(_: Any) -> list[Case]:
         return [trace(operator(), 2, method="per_sample", generator=source).value for source in sources]
 
     exact = trace(operator(dtype=torch.float64), 10, method="per_sample").value
-    tolerance = next((t for t in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6) if top(their_top(t)) <= own), 1e-6)
     network_is = "CNN of 19,000 weights, 512 images"
+    networks = {network_is: (network, *data), **{name: trained(name) for name in CASES}}
     return [
-        Case(
-            f"top Hessian eigenvalue, {network_is} (their tolerance {tolerance:.0e})",
-            partial(their_top, tolerance),
-            lambda: float(top_eigenpairs(operator(), tolerance=2e-2).values[0]),
-            top,
-        ),
+        *(_their_top(name, their, *of) for name, of in networks.items()),
         Case(
             f"trace of the Hessian, {network_is}, {len(seeds)} seeds",
             their_traces,
@@ -234,6 +225,26 @@ def _pyhessian(_: Any) -> list[Case]:
             relative([exact] * len(seeds)),
         ),
     ]
+
+
+def _their_top(name: str, their: Callable[..., Any], network: nn.Module, *data: Tensor) -> Case:
+    """Return the case of PyHessian's top eigenvalue, with the largest tolerance at which it is as accurate as ours."""
+    from lightning_sym.curvature import CurvatureOperator, top_eigenpairs, top_eigenvalue
+
+    operator = partial(CurvatureOperator, network, data, F.cross_entropy)
+    error = relative(top_eigenpairs(operator(dtype=torch.float64), tolerance=1e-6).values[0])
+
+    def ours() -> float:
+        return top_eigenvalue(operator()).value
+
+    def theirs(tolerance: float) -> float:
+        torch.manual_seed(0)
+        return float(their(network, data).eigenvalues(100, tolerance)[0][0])
+
+    own = error(ours())
+    tolerance = next((t for t in (1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6) if error(theirs(t)) <= own), 1e-6)
+    title = f"top Hessian eigenvalue, {name} (their tolerance {tolerance:.0e})"
+    return Case(title, partial(theirs, tolerance), ours, error)
 
 
 def _torch_pruning(_: Any) -> list[Case]:
@@ -314,22 +325,54 @@ def _our_cka(x: Tensor, y: Tensor) -> float:
     return float(metric.compute())
 
 
-def _cka(title: str, theirs: Callable[[Tensor, Tensor], Tensor]) -> list[Case]:
+def _cka(theirs: Callable[[Tensor, Tensor], Tensor]) -> Case:
     x, y = _features()
     truth = float(theirs(x.double(), y.double()))
-    return [Case(title, partial(theirs, x, y), partial(_our_cka, x, y), relative(truth))]
+    title = "linear CKA, unbiased, 2,000 images, 1,024 features"
+    return Case(title, partial(theirs, x, y), partial(_our_cka, x, y), relative(truth))
 
 
 def _pytorch_cka(_: Any) -> list[Case]:
-    from cka import cka_from_features
+    from cka import cka_from_features, compute_cka
 
-    return _cka("linear CKA, unbiased, 2,000 images, 1,024 features", cka_from_features)
+    from lightning_sym.networks import MyrtleCNN
+    from lightning_sym.similarity import CKA, SimilarityMatrix, features_of
+
+    source = torch.Generator().manual_seed(0)
+    x, y = torch.rand(2, 1000, 64, 8, 8, generator=source)
+    y += x
+    images = torch.rand(500, 1, 28, 28, generator=source).split(100)
+    networks = [MyrtleCNN(16, in_channels=1, image_size=28).fresh(seed).eval() for seed in (0, 1)]
+    sites = [f"{kind}{block}" for block in range(1, 5) for kind in ("conv", "activation")]
+
+    def whole(x: Tensor, y: Tensor) -> float:
+        return float(cka_from_features(x.flatten(1), y.flatten(1)))
+
+    def theirs() -> Tensor:
+        value: Tensor = compute_cka(*networks, [list(images)], layers=sites, device="cpu", progress=False)[0]
+        return value
+
+    def ours(models: Sequence[nn.Module] = networks, dtype: torch.dtype = torch.float32) -> Tensor:
+        found = SimilarityMatrix(CKA(estimator="minibatch"), sites)
+        for batch in images:
+            found.update(*(features_of(model, sites, batch.to(dtype)) for model in models))
+        value: Tensor = found.compute()
+        return value
+
+    exact = [copy.deepcopy(network).double() for network in networks]
+    features = "linear CKA, unbiased, features of 1,000 x 64 x 8 x 8"
+    pairs = "linear CKA, unbiased, all pairs of 8 layers of two CNNs, 500 images, with the forward passes"
+    return [
+        _cka(cka_from_features),
+        Case(features, partial(whole, x, y), partial(_our_cka, x, y), relative(_our_cka(x.double(), y.double()))),
+        Case(pairs, theirs, ours, relative(ours(exact, torch.float64))),
+    ]
 
 
 def _ckatorch(_: Any) -> list[Case]:
     from ckatorch import cka_base
 
-    return _cka("linear CKA, unbiased, 2,000 images, 1,024 features", partial(cka_base, unbiased=True))
+    return [_cka(partial(cka_base, unbiased=True))]
 
 
 def _devinterp(_: Any) -> list[Case]:

@@ -10,7 +10,6 @@ Prints tables and writes them to ``benchmarks/results/similarity-<device>.json``
 Plain references:
     max     the alignment with the maximum kernel of Godfrey et al., row by row of the kernel, as in the formula
     matrix  the forward passes of both networks that compute the features
-    peer    pytorch-cka (pip install pytorch-cka), linear and unbiased, in float32
 """
 
 import time
@@ -125,63 +124,14 @@ def measure_matrix(rounds: int, device: str) -> Results:
     return [result(title, timed(runs, rounds, clock=clock(device)), note=note, target_ratio=2)]
 
 
-def measure_peer(rounds: int, device: str) -> Results:
-    """Time the unbiased criterion and that of the package pytorch-cka."""
-    from cka import cka_from_features, compute_cka
-
-    networks = [MyrtleCNN(16, in_channels=1, image_size=28).fresh(seed).to(device).eval() for seed in (0, 1)]
-    sites = [f"{kind}{block}" for block in range(1, 5) for kind in ("conv", "activation")]
-    generator = torch.Generator().manual_seed(0)
-    images = torch.rand(500, 1, 28, 28, generator=generator).to(device).split(100)
-    x, y = (torch.rand(1000, 64, 8, 8, generator=generator).to(device) for _ in range(2))
-
-    def theirs() -> Tensor:
-        value: Tensor = compute_cka(*networks, [list(images)], layers=sites, device=device, progress=False)[0]
-        return value
-
-    def ours() -> Tensor:
-        found = SimilarityMatrix(CKA(estimator="minibatch"), sites)
-        for batch in images:
-            found.update(*(features_of(network, sites, batch) for network in networks))
-        value: Tensor = found.compute()
-        return value
-
-    def theirs_whole(x: Tensor = x, y: Tensor = y) -> float:
-        return float(cka_from_features(x.flatten(1), y.flatten(1)))
-
-    def ours_whole(x: Tensor = x, y: Tensor = y) -> float:
-        metric = CKA()
-        metric.update(x, y)
-        return float(metric.compute())
-
-    exact = ours_whole(x.double(), y.double())
-    whole = (
-        f"Errors relative to double precision: {abs(theirs_whole() - exact):.1e} and {abs(ours_whole() - exact):.1e}."
-    )
-    pairs = f"Values differ by up to {float((theirs().double() - ours()).abs().max()):.1e}."
-    features, layers = "1,000 x 64 x 8 x 8", "all pairs of 8 layers, 500 images in batches of 100, with forward passes"
-    return [
-        result(
-            f"Unbiased linear CKA and pytorch-cka, {title}",
-            timed({"plain": plain, "ours": own}, rounds, clock=clock(device)),
-            note=note,
-            target_ratio=1,
-        )
-        for title, plain, own, note in (
-            (features, theirs_whole, ours_whole, whole),
-            (layers, theirs, ours, pairs),
-        )
-    ]
-
-
 def main() -> None:
     """Run the benchmark and write the results."""
     options = parser(__doc__, 3)
-    options.add_argument("--only", nargs="+", choices=["max", "matrix", "peer"])
+    options.add_argument("--only", nargs="+", choices=["max", "matrix"])
     arguments = options.parse_args()
     rounds, device = arguments.rounds, arguments.device
     warnings.simplefilter("ignore")
-    measures = {"max": measure_max, "matrix": measure_matrix, "peer": measure_peer}
+    measures = {"max": measure_max, "matrix": measure_matrix}
     parts = {name: partial(measure, rounds, device) for name, measure in measures.items()}
     run("similarity", parts, arguments.only, device, rounds)
 

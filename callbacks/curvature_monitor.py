@@ -17,7 +17,7 @@ from lightning_sym.curvature import (
     NonFiniteError,
     NotConvergedError,
     directional_curvature,
-    top_eigenpairs,
+    top_eigenvalue,
     trace,
 )
 from lightning_sym.reports import RunResults
@@ -35,7 +35,7 @@ class CurvatureMonitor(TrainingMonitor):
     :class:`lightning_sym.tasks.ZooTask`. Values are logged at the start of training, after every ``every_n_epochs``
     epochs (or ``every_n_steps`` optimizer steps) and at the end:
 
-    - ``curvature/top_eigenvalue``: the largest eigenvalue, to ``tolerance``;
+    - ``curvature/top_eigenvalue``: the largest eigenvalue, to the relative error ``tolerance``;
     - ``curvature/trace`` and ``curvature/trace_error``: the trace by Hutchinson's method and its standard error; with
       the same random signs at every point;
     - ``curvature/along_step``: :math:`d^\top H d` for the normalised direction d of the last optimizer step, at the
@@ -64,7 +64,8 @@ class CurvatureMonitor(TrainingMonitor):
             or ``loss_fn``.
         train_batches: Number of batches of the data per process, >= 1; None for all.
         probes: Number of random vectors for the trace. >= 2.
-        tolerance: Relative residual of the eigenvalue. In (0, 1).
+        tolerance: Relative error of the eigenvalue, as :func:`~lightning_sym.curvature.top_eigenvalue` estimates it. In
+            (0, 1).
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
         prefix: First part of all names instead of ``curvature``; two monitors in one fit need different prefixes.
 
@@ -72,7 +73,7 @@ class CurvatureMonitor(TrainingMonitor):
         ValueError: If an argument is out of range.
 
     Note:
-        A point takes about ``probes + 15`` products with the Hessian, each of about three gradients over the data.
+        A point takes about ``probes + 8`` products with the Hessian, each of about three gradients over the data.
     """
 
     shown_first: ClassVar[Mapping[str, str]] = {
@@ -167,7 +168,7 @@ class CurvatureMonitor(TrainingMonitor):
             found |= {"trace": estimate.value, "trace_error": estimate.standard_error}
             if step is not None and bool((direction := hessian.flatten(step)).any()):
                 found["along_step"] = directional_curvature(hessian, {"step": direction})["step"][1]
-            found["top_eigenvalue"] = float(top_eigenpairs(hessian, tolerance=self.tolerance).values[0])
+            found["top_eigenvalue"] = top_eigenvalue(hessian, error=self.tolerance).value
         except (NonFiniteError, NotConvergedError) as error:
             rank_zero_warn(f"CurvatureMonitor leaves out a measurement: {error}")
         return found

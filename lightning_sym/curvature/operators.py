@@ -587,13 +587,13 @@ class CurvatureOperator(SymmetricOperator):
             ) from caught
         if value.ndim:
             raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
-        first = _apart(self._loss, outputs, targets)
-        counted = ~first[0].isnan()  # of an ignored sample alone, the mean of none
+        # Other samples' outputs are tried as well: outputs that fit have zero loss and gradient.
+        tried = torch.cat([outputs, outputs.roll(1, 0)])
+        apart = _apart(self._loss, tried, torch.cat([targets, targets]))
+        counted = ~apart[0][: len(outputs)].isnan()  # of an ignored sample alone, the mean of none
         if not counted.any():
             return counted
-        # Other samples' outputs are tried as well: outputs that fit have zero loss and gradient.
-        for given in (outputs, outputs.roll(1, 0)):
-            alone, slopes = first if given is outputs else _apart(self._loss, given, targets)
+        for given, alone, slopes in zip(tried.chunk(2), *(part.chunk(2) for part in apart), strict=True):
             given = given.detach().requires_grad_()
             value = self._loss(given, targets)
             (slope,) = torch.autograd.grad(value, given)

@@ -22,6 +22,7 @@ _COLORS = (shared.BLUE, shared.VERMILION, shared.SKY, shared.ORANGE, shared.GREE
 _LINEAR = 10.0
 _LINES = ("line", "lines", "steps", "error")
 _MOST = 12  # names in a legend
+_MARKED = 60  # points of a line with markers
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,8 @@ def _tell_apart(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> 
         place = of_lines.index(one.shade)
         if not dashed:
             one.look["ls"] = one.look.get("ls") or shared.DASHES[place % len(shared.DASHES)]
-        if kind in ("line", "error") and len(of_lines) <= len(shared.MARKERS) and "marker" not in one.look:
+        few = len(one.places) <= _MARKED and len(of_lines) <= len(shared.MARKERS)
+        if kind in ("line", "error") and few and "marker" not in one.look:
             one.look.update(marker=shared.MARKERS[place], ms=one.look.get("ms", 4.5))
 
 

@@ -189,7 +189,7 @@ _CHOSEN = Chart(
         Panel(
             [Marks("share", "number", ["place"], "bars", factor=100)],
             "{family}",
-            "number of the chosen map",
+            "parameter of the chosen map",
             "% of pairs",
             by=["family"],
             bottom=0,
