@@ -226,6 +226,14 @@ class ZooTask(PopulationTask):
         """Return the training settings of one member that differ from those of others, for its file."""
         return {}
 
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint and the run that loads it must share; mixtures belong to the loss."""
+        identity = super().identity()
+        if self.mixup or self.cutmix:
+            epochs = "" if self.mixing_epochs is None else f", mixing_epochs={self.mixing_epochs}"
+            identity["loss"] += f" of mixtures (mixup={self.mixup}, cutmix={self.cutmix}{epochs})"
+        return identity
+
     def make_population(self, numbers: list[int]) -> Population:
         """Return the members with these numbers, of this rank."""
         if self.execution == "loop":

@@ -551,3 +551,14 @@ def test_mixing_is_that_of_each_member_and_ends(tmp_path):
     probabilities = torch.cat(seen[0] + seen[1], dim=1)
     torch.testing.assert_close(probabilities.sum(2), torch.ones(probabilities.shape[:2]))
     assert 0.2 < float((probabilities.amax(2) < 1).float().mean()) < 1  # neighbours may have the same label
+
+
+def test_a_checkpoint_of_other_mixtures_is_refused(tmp_path):
+    run = trainer(tmp_path, epochs=1)
+    run.fit(ZooTask(perceptron(), members=1, mixup=0.8), digits())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    for other in ({}, {"mixup": 0.8, "mixing_epochs": 1}, {"cutmix": 0.8}):
+        with pytest.raises(ValueError, match="of mixtures"):
+            trainer(tmp_path).fit(
+                ZooTask(perceptron(), members=1, **other), digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True
+            )
