@@ -41,7 +41,7 @@ class SymmetryTeleportation(Callback):
     rank 0.
 
     Args:
-        epochs: The epochs, counted from 0, before which networks move. Either these or `every_n_steps` must be given.
+        epochs: The epochs, counted from 0, before which networks move; by default 1, unless `every_n_steps` is given.
         way: "ascent" or "descent" of the objective, "balance" (to the least squared norm of all weights, without data),
             a "random" element, or "none" (to reset the optimiser only).
         objective: Name of an objective (:data:`lightning_sym.orbit.OBJECTIVES`), or an objective.
@@ -61,8 +61,8 @@ class SymmetryTeleportation(Callback):
 
     Raises:
         TypeError: If epochs are no list.
-        ValueError: If an argument is out of range, there is no such objective, or both or none of `epochs` and
-            `every_n_steps` are given.
+        ValueError: If an argument is out of range, there is no such objective, or both `epochs` and `every_n_steps` are
+            given.
 
     References:
         Zhao, Dehmamy, Walters, Yu (2022), "Symmetry Teleportation for Accelerated Optimization", arXiv:2205.10637.
@@ -89,14 +89,14 @@ class SymmetryTeleportation(Callback):
         prefix: str = "teleportation",
         every_n_steps: int | None = None,
     ) -> None:
-        if (epochs is None) == (every_n_steps is None):
+        if epochs is not None and every_n_steps is not None:
             raise ValueError(
-                f"SymmetryTeleportation needs either epochs or every_n_steps, got {epochs} and {every_n_steps}; "
-                "set one of them."
+                f"SymmetryTeleportation takes either epochs or every_n_steps, got {epochs} and {every_n_steps}; "
+                "leave one of them out."
             )
         if every_n_steps is not None:
             check_integers(1, every_n_steps=every_n_steps)
-        epochs = [] if epochs is None else epochs
+        epochs = [1] if epochs is None else epochs
         if isinstance(epochs, int):
             raise TypeError(f"epochs must be a list of integers, got {epochs}; expected [{epochs}].")
         for epoch in epochs:
