@@ -85,10 +85,9 @@ def factors(
         NonFiniteError: If weights, outputs, loss or factors are not finite.
 
     Note:
-        Factors are float64 (float32 where the device has none). A is a sum of exact products of values in the network's
-        precision; so is B, but for a relative error of 1e-7 in single precision on a CPU. Dropout and everything else
-        follows eval mode. Samples may have different numbers of places from batch to batch, and padding counts for
-        nothing: a place counts if outputs can depend on it.
+        Factors are float64 (float32 where the device has none): sums of exact products of values in the network's
+        precision. Dropout and everything else follows eval mode. Samples may have different numbers of places
+        from batch to batch, and padding counts for nothing: a place counts if outputs can depend on it.
 
     References:
         Martens and Grosse (2015), arXiv:1503.05671; Grosse and Martens (2016), arXiv:1602.01407 (convolutions); van

@@ -19,7 +19,6 @@ Layers: TypeAlias = "Mapping[str, tuple[nn.Module, Rule]]"
 RuleT = TypeVar("RuleT", bound="type[Rule]")
 _RULES: dict[type[nn.Module], "type[Rule]"] = {}
 _AT_ONCE = 1 << 22  # numbers that are copied to double precision together
-_ROWS = 256  # that are added up in single precision
 
 
 class Rule:
@@ -177,7 +176,7 @@ def summed_products(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     products: dict[int, Tensor] = {}  # one for a weight and a bias with the same gradients
     for v in vectors.values():
         if id(v) not in products:
-            products[id(v)] = gram(v, v.ndim - 4, exact=False)
+            products[id(v)] = gram(v, v.ndim - 4)
     return {name: products[id(v)] for name, v in vectors.items()}
 
 
@@ -199,7 +198,7 @@ def unfolded(vectors: Mapping[str, Tensor], samples: int, with_inputs: Collectio
     return {name: v.flatten(-3, -2) if name in with_inputs else v.sum(-3) for name, v in split.items()}
 
 
-def gram(vectors: Tensor, block_axes: int, *, exact: bool = True) -> Tensor:
+def gram(vectors: Tensor, block_axes: int) -> Tensor:
     """Return the sum of outer products over all axes but the leading ones and the last, in double precision.
 
     Products of single precision numbers are exact there, so that inputs far from 0 keep all of their digits.
@@ -207,9 +206,6 @@ def gram(vectors: Tensor, block_axes: int, *, exact: bool = True) -> Tensor:
     Args:
         vectors: Shape ``[*blocks, ..., R, F]``.
         block_axes: How many axes lead.
-        exact: Whether all is added up in double precision. Otherwise numbers of single precision on a CPU are
-            multiplied in it, in half the time, and only sums over 256 rows, or over the places of one sample, are
-            added up in double precision. The relative error is about 1e-7 then.
 
     Returns:
         Shape ``[*blocks, F, F]``; float64 (float32 where the device has none).
@@ -220,33 +216,20 @@ def gram(vectors: Tensor, block_axes: int, *, exact: bool = True) -> Tensor:
     step = max(128, features // 4)  # the upper triangle only, in blocks that are large enough for fast products
     step = features if features < 2 * step else step
     places_last = vectors.stride(-2) == 1 and vectors.stride(-1) != 1
-    exact = exact or not _multiplied_as_they_are(vectors)
     one = max(1, vectors[(slice(None),) * block_axes + (slice(1),)].numel())
     for part in torch.split(vectors, max(1, _AT_ONCE // one), block_axes) if vectors.numel() else ():
-        part = part.to(total.dtype) if exact else part
+        part = part.to(total.dtype)
         if (
             rows >= features and places_last and step == features
         ):  # a product per sample: no copy of images, which have the places last
-            total += (part.mT @ part).sum(-3, dtype=total.dtype)
-            continue
-        part = part.flatten(block_axes, -2)
-        whole = 0 if exact else part.shape[-2] // _ROWS * _ROWS
-        pieces = torch.unflatten(part[..., :whole, :], -2, (whole // _ROWS, _ROWS)), part[..., None, whole:, :]
-        for some in (piece for piece in pieces if piece.numel()):
+            total += (part.mT @ part).sum(-3)
+        else:
+            part = part.flatten(block_axes, -2)
             for start in range(0, features, step):
-                products = some[..., start : start + step].mT @ some[..., start:]
-                total[..., start : start + step, start:] += products.sum(-3, dtype=total.dtype)
+                total[..., start : start + step, start:] += part[..., start : start + step].mT @ part[..., start:]
     for start in range(step, features, step):
         total[..., start:, start - step : start] = total[..., start - step : start, start:].mT
     return total
-
-
-def _multiplied_as_they_are(vectors: Tensor) -> bool:
-    """Return whether products of vectors are single precision numbers that neither overflow nor vanish."""
-    if vectors.dtype != torch.float32 or vectors.device.type != "cpu" or not vectors.numel():
-        return False
-    # Lower precisions round the factors themselves.
-    return torch.get_float32_matmul_precision() == "highest" and 1e-12 < float(vectors.abs().amax()) < 1e12
 
 
 def register_layer(*classes: type[nn.Module]) -> Callable[[RuleT], RuleT]:

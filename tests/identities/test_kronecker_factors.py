@@ -22,12 +22,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sym.curvature import Evidence, factors, find_rule, parameter_groups, rules
+from lightning_sym.curvature import Evidence, factors, find_rule, parameter_groups
 from lightning_sym.curvature.blocks import in_parameter_order
 from lightning_sym.curvature.passes import loss_and_columns, softmax_root
 from lightning_sym.curvature.rules import gram
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, SparseConv, SparseFactoredFullyConnected
-from lightning_sym.networks import RelaxedNetwork
 
 LIKELIHOODS = ["classification", "regression"]
 
@@ -628,42 +627,3 @@ def test_inputs_far_from_zero_keep_their_digits_in_single_precision(kind, engine
             evidence = Evidence.of(network, factors(network, batches, engine=engine), parameter_groups(network))
             found.append(evidence.terms(torch.zeros(len(evidence.groups.names))).log_determinant / len(x))
         assert found[0] == pytest.approx(found[1], rel=1e-3), offset
-
-
-# ---- products in single precision
-
-
-@pytest.mark.parametrize("shape", [(700, 3, 20), (40, 30, 20), (2, 300, 1, 260)], ids=["rows", "places", "wide"])
-def test_products_of_gradients_in_single_precision_keep_seven_digits(shape):
-    torch.manual_seed(0)
-    vectors = torch.randn(shape) + 1
-    vectors = vectors.mT.contiguous().mT if shape[1] == 30 else vectors  # of images: the places last
-    blocks = len(shape) - 3
-    exact = gram(vectors.double(), blocks)
-    assert torch.equal(gram(vectors, blocks), exact)  # products of single precision numbers are exact
-    error = relative_error(gram(vectors, blocks, exact=False), exact)
-    assert 0 < error < 5e-7
-    # Where squares would vanish or overflow, or the processor rounds factors, everything is in double precision.
-    for factor in (1e-30, 1e30):
-        scaled = vectors * factor
-        assert relative_error(gram(scaled, blocks, exact=False), gram(scaled.double(), blocks)) < 1e-12
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert torch.equal(gram(vectors, blocks, exact=False), exact)
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def test_the_evidence_of_products_in_single_precision_is_that_of_double_ones(monkeypatch):
-    images, labels = (torch.from_numpy(part)[:400] for part in load_digits(return_X_y=True))
-    network = RelaxedNetwork(["ffc", "conv"], 3, 8, 1, 10)
-    batches = [((images.float() / 16)[:, None].view(-1, 1, 8, 8), labels)]
-
-    def log_determinant():
-        evidence = Evidence.of(network, factors(network, batches), parameter_groups(network))
-        return evidence.terms(torch.zeros(len(evidence.groups.names))).log_determinant
-
-    found = log_determinant()
-    monkeypatch.setattr(rules, "_multiplied_as_they_are", lambda vectors: False)
-    assert found != (exact := log_determinant())
-    assert found == pytest.approx(exact, rel=1e-6)
