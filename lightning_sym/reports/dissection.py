@@ -343,7 +343,7 @@ def _figures(
         of_zoo = [one for one in best if one.zoo == zoo]
         columns = [[_strip(one, concepts) for one in of_zoo if one.alpha == alpha]
                    for alpha in dict.fromkeys(one.alpha for one in of_zoo)]  # fmt: skip
-        heading = f"Units with the largest overlaps, and their strongest images: {zoo}, member {of_zoo[0].member}"
+        heading = f"Units with the largest overlaps: {zoo}, member {of_zoo[0].member}"
         yield f"best-units-{_file_name(zoo)}", unit_images(columns, title=heading)
 
 
