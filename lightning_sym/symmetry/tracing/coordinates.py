@@ -1,6 +1,6 @@
 """Trace elements through moves: run the operation on a tensor of coordinates, and read these off the result."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,16 @@ def varying_axes(moved: Tensor) -> list[int]:
     return [
         axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
     ]
+
+
+def moved_coordinates(
+    shape: tuple[int, ...], axes: Sequence[int], path: Iterable[Callable[[Tensor], Tensor]]
+) -> Tensor:
+    """Return where the coordinates of a tensor's elements on some axes get to by one function after the other."""
+    moved = coordinates(shape, axes)
+    for step in path:
+        moved = step(moved)
+    return moved
 
 
 def reduced_to_axes(moved: Tensor, axes: Sequence[int]) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 
 from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Label, counted
-from lightning_sym.symmetry.tracing.coordinates import coordinates, numbered_rows, rows_of
+from lightning_sym.symmetry.tracing.coordinates import moved_coordinates, numbered_rows, rows_of, varies
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing
 from lightning_sym.symmetry.tracing.values import Value
@@ -290,13 +290,8 @@ class Joining(Placing):
         """Whether a value may vary along an axis; a negative axis does not exist."""
         if axis < 0 or value.shape[axis] == 1:
             return False
-        for root, path in value.sources:
-            moved = coordinates(root.shape, range(root.ndim))
-            for step in path:
-                moved = step(moved)
-            if bool((moved != moved.narrow(axis, 0, 1)).any()):
-                return True
-        return not value.sources
+        paths = (moved_coordinates(root.shape, range(root.ndim), path) for root, path in value.sources)
+        return not value.sources or any(varies(moved, axis) for moved in paths)
 
     def beside_constant(self, label: Label, value: Value, *, added: bool = False) -> Label:
         """Combine a label with a constant: units with equal numbers can be permuted.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
-from lightning_sym.symmetry.tracing.coordinates import core
+from lightning_sym.symmetry.tracing.coordinates import core, varies
 from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, letters_of
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
@@ -63,10 +63,6 @@ def stacked(capture: Capture, tensors: dict[str, Tensor]) -> dict[str, int]:
             found[name] = int(shape[0])
             product = product or (len(shape) > 2 and any(own in allowed for own in names))
     return found if product else {}
-
-
-def _varies(number: Tensor, axis: int) -> bool:
-    return bool(number.stride(axis)) and bool((core(number) != core(number.narrow(axis, 0, 1))).any())
 
 
 def _agree(numbers: Sequence[Tensor]) -> bool:
@@ -184,7 +180,7 @@ class Stacks:
     def _stands_across(self, value: Value, number: Tensor) -> bool:
         """Whether a template acts along an axis with several members."""
         axes = {axis for label in value.labels if self._holds(value.with_labels(label)) for axis in label.axes}
-        return any(_varies(number, axis) for axis in axes)
+        return any(varies(core(number), axis) for axis in axes)
 
     def _named(self, value: Value) -> Value:
         """Number the members that were just chosen."""
@@ -218,10 +214,10 @@ class Stacks:
         if name in operations(Trait.SUM):
             return _summed(number, args, kwargs, tuple(meta.shape))
         if name in operations(Trait.SOFTMAX):
-            return _MIXED if _varies(number, args[1]) else number
+            return _MIXED if varies(core(number), args[1]) else number
         if name in _NORMS:
             axes = range(number.ndim - len(args[1]), number.ndim)
-            return _MIXED if any(_varies(number, axis) for axis in axes) else number
+            return _MIXED if any(varies(core(number), axis) for axis in axes) else number
         return _MIXED
 
 
@@ -272,7 +268,7 @@ def _contracted(node: fx.Node, args: Any, shape: tuple[int, ...]) -> Any:
         return _MIXED
     number = _widest(numbers)
     summed = [axis for axis, letter in enumerate(every) if letter not in out]
-    if any(number.shape[axis] > 1 and _varies(number, axis) for axis in summed):
+    if any(number.shape[axis] > 1 and varies(core(number), axis) for axis in summed):
         return _LEFT
     for axis in reversed(summed):
         number = number.select(axis, 0)
@@ -281,7 +277,7 @@ def _contracted(node: fx.Node, args: Any, shape: tuple[int, ...]) -> Any:
 
 def _summed(number: Tensor, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Any:
     gone = sorted(axes_of(args[1] if len(args) > 1 else kwargs.get("dim"), number.ndim), reverse=True)
-    if any(_varies(number, axis) for axis in gone):
+    if any(varies(core(number), axis) for axis in gone):
         return _LEFT
     for axis in gone:
         number = number.narrow(axis, 0, 1) if len(shape) == number.ndim else number.select(axis, 0)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lightning_sym.symmetry.tracing.constraints import Label
-from lightning_sym.symmetry.tracing.coordinates import coordinates
+from lightning_sym.symmetry.tracing.coordinates import moved_coordinates
 from lightning_sym.symmetry.tracing.joining import Joining
 from lightning_sym.symmetry.tracing.placing import ALONG
 from lightning_sym.symmetry.tracing.values import Value, numbered
@@ -260,18 +260,9 @@ class Trace(Joining):
         along = [axis for axis in batch if value.shape[axis] > 1 and self._repeats(value, axis)]
         return replace(value, shape=tuple(1 if axis in along else size for axis, size in enumerate(value.shape)))
 
-    @staticmethod
-    def _repeats(value: Value, axis: int) -> bool:
+    def _repeats(self, value: Value, axis: int) -> bool:
         """Whether a value is constant along an axis."""
-        if value.shape[axis] == 1:
-            return True
-        if len(value.sources) != 1:
-            return False
-        root, path = value.sources[0]
-        part = coordinates(root.shape, range(root.ndim))
-        for step in path:
-            part = step(part)
-        return torch.equal(part, part.narrow(axis, 0, 1).expand_as(part))
+        return value.shape[axis] == 1 or (len(value.sources) == 1 and not self._varies(value, axis))
 
     @staticmethod
     def _holds_twice(value: Value, axis: int) -> bool:
@@ -281,9 +272,7 @@ class Trace(Joining):
             return False
         number, whole = dict(zip(roots, itertools.accumulate(roots.values(), initial=0), strict=False)), torch.zeros(())
         for root, path in value.sources:
-            part = coordinates(root.shape, range(root.ndim))
-            for step in path:
-                part = step(part)
+            part = moved_coordinates(root.shape, range(root.ndim), path)
             whole = whole + torch.where(part > 0, part + number[id(root)], part)
         one = whole.expand(value.shape).movedim(axis, -1).reshape(-1, value.shape[axis])[0]
         return len(set(one[one > 0].tolist())) < int((one > 0).sum())

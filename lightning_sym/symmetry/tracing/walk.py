@@ -18,7 +18,7 @@ from lightning_sym.symmetry.tracing import (  # noqa: F401 (they register rules)
 )
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
 from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
-from lightning_sym.symmetry.tracing.coordinates import coordinates, core
+from lightning_sym.symmetry.tracing.coordinates import core, moved_coordinates
 from lightning_sym.symmetry.tracing.nodes import replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
@@ -194,9 +194,7 @@ class Walk(Trace):
             for label in self.axis_labels[str(key)] if key in self.joint else root.labels:
                 reached = np.zeros(label.size + 1, bool)
                 for path in paths:
-                    part = coordinates(root.shape, label.axes)
-                    for step in path:
-                        part = step(part)
+                    part = moved_coordinates(root.shape, label.axes, path)
                     reached[core(part).long().reshape(-1).numpy()] = True
                 missed = int((~reached[1:]).sum())
                 if missed and not (states or key in self.made_of_states):
