@@ -80,7 +80,7 @@ CATEGORIES = Chart(
         Panel(
             [Marks("count", "alpha", ["category"], kind="area", label="{category}")],
             "{zoo}",
-            r"$\alpha$: own basis ($0$) to a random one ($1$)",
+            r"$\alpha$ (0: own basis)",
             "interpretable units",
             by=["zoo"],
             bottom=0,
