@@ -50,7 +50,7 @@ class StitchingReport(RunReport):
     example = "StitchingTask"
 
     def __init__(self, choose: Sequence[str] = (), dirpath: str | None = None) -> None:
-        if choose:
+        if choose or not isinstance(choose, Sequence):
             check_different("choose", choose)
         self.choose = tuple(choose)
         super().__init__(dirpath)

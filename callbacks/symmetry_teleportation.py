@@ -97,8 +97,8 @@ class SymmetryTeleportation(Callback):
         if every_n_steps is not None:
             check_integers(1, every_n_steps=every_n_steps)
         epochs = [1] if epochs is None else epochs
-        if isinstance(epochs, int):
-            raise TypeError(f"epochs must be a list of integers, got {epochs}; expected [{epochs}].")
+        if not isinstance(epochs, list | tuple):
+            raise TypeError(f"epochs must be a list of integers, as [1], got {epochs!r}.")
         for epoch in epochs:
             check_integers(0, epochs=epoch)
         check_integers(1, images=images)
@@ -146,7 +146,7 @@ class SymmetryTeleportation(Callback):
         with said_if_long(trainer, "SymmetryTeleportation moves networks"):
             found = {number: self._moved(trainer, own, data, number) for number, own in networks.items()}
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.every_n_steps is None or trainer.global_step % every == 0:
+        if self.every_n_steps is None or (every and trainer.global_step % every == 0):  # 0 is never
             self._log(trainer, pl_module, found)
 
     def _is_due(self, trainer: Trainer, batch_idx: int) -> bool:
@@ -172,7 +172,13 @@ class SymmetryTeleportation(Callback):
             own = [number for number in own if task.arm_of(number) == self.arm]
         elif self.members != "all":
             own = [number for number in own if number in self.members]
-        return {number: task.population.network(number) for number in own}
+        networks = {number: task.population.network(number) for number in own}
+        # Members whose last step overflowed do not move: the next loss stops them, and no others.
+        return {
+            number: network
+            for number, network in networks.items()
+            if bool(torch.stack([weights.isfinite().all() for weights in network.parameters()]).all())
+        }
 
     def _data(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Any:
         """Return inputs and targets for the objective, the same on all ranks."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import device_of, wide_device
@@ -54,6 +55,21 @@ class BasisDissection:
         return detectors(self.overlaps, least)
 
 
+def shape_of_maps(network: nn.Module, site: str, example: Tensor) -> torch.Size:
+    """Return the shape of a site's maps, ``[N, C, h, w]``.
+
+    Raises:
+        ValueError: If the output of the site is not a batch of maps.
+    """
+    shape = features_of(network, [site], example)[site].shape
+    if len(shape) != 4:
+        raise ValueError(
+            f"{site} returns values of shape {list(shape)}; expected activation maps, [N, channels, height, width], "
+            "as of a convolution's activation."
+        )
+    return shape
+
+
 def dissect(
     network: nn.Module,
     site: str,
@@ -89,12 +105,7 @@ def dissect(
         Runs the network twice on all images. Further time and memory are proportional to ``B``; stored are
         ``B * C * top * images * h * w`` numbers in float64.
     """
-    shape = features_of(network, [site], example)[site].shape
-    if len(shape) != 4:
-        raise ValueError(
-            f"{site} returns values of shape {list(shape)}; expected activation maps, [N, channels, height, width], "
-            "as of a convolution's activation."
-        )
+    shape = shape_of_maps(network, site, example)
     device, units = wide_device(device_of(network)), len(bases) * shape[1]
     quantile = TopQuantile(units, images * shape[2] * shape[3], top).to(device)
     statistics = UnitStatistics(units, classes).to(device)

@@ -330,6 +330,7 @@ def _figures(
 ) -> Iterator[tuple[str, Figure]]:
     yield from CHART.named("dissection", summary, title)
     yield from CATEGORIES.named("categories", by_category, title)
+    files = _file_names(list(dict.fromkeys(row["zoo"] for row in summary)))
     for zoo in unique(by_concept, "zoo"):
         own = [row for row in by_concept if row["zoo"] == zoo]
         places = three_places(row["alpha"] for row in own)
@@ -338,13 +339,13 @@ def _figures(
         most = sorted(totals, key=lambda concept: -totals[concept])[:_MOST_CONCEPTS]
         drawn = [row for row in own if row["concept"] in most]
         left_out = f", the {len(most)} most frequent of {len(totals)}" if len(most) < len(totals) else ""
-        yield from _concepts_chart(drawn).named(f"concepts-{_file_name(zoo)}", drawn, zoo + left_out)
+        yield from _concepts_chart(drawn).named(f"concepts-{files[zoo]}", drawn, zoo + left_out)
     for zoo in dict.fromkeys(one.zoo for one in best):
         of_zoo = [one for one in best if one.zoo == zoo]
         columns = [[_strip(one, concepts) for one in of_zoo if one.alpha == alpha]
                    for alpha in dict.fromkeys(one.alpha for one in of_zoo)]  # fmt: skip
         heading = f"Units with the largest overlaps: {zoo}, member {of_zoo[0].member}"
-        yield f"best-units-{_file_name(zoo)}", unit_images(columns, title=heading)
+        yield f"best-units-{files[zoo]}", unit_images(columns, title=heading)
 
 
 def _strip(one: OneUnit, concepts: Sequence[Any]) -> Strip:
@@ -354,8 +355,14 @@ def _strip(one: OneUnit, concepts: Sequence[Any]) -> Strip:
     return Strip(title, one.strongest.images.numpy(), one.strongest.active.numpy())
 
 
-def _file_name(zoo: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", zoo)
+def _file_names(zoos: Sequence[str]) -> dict[str, str]:
+    """Return the part of a file's name for each zoo; equal ones get the zoo's place as well."""
+    names = [re.sub(r"[^\w.-]+", "-", zoo) for zoo in zoos]
+    same = {name for name in names if names.count(name) > 1}
+    return {
+        zoo: f"{name}-{place}" if name in same else name
+        for place, (zoo, name) in enumerate(zip(zoos, names, strict=True))
+    }
 
 
 def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:

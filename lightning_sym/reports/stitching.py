@@ -76,14 +76,17 @@ def stitching_results(
             and the picture show the chosen ones instead of these.
     """
     rows = stitching_rows(networks, evaluations, stopped)
-    candidates = {row["family"] for row in rows if any(differs_by_number(row["family"], base) for base in choose)}
+    found = {base: chosen_rows(rows, base) for base in choose}
+    bases = [base for base, own in found.items() if own]
+    candidates = {row["family"] for row in rows if any(differs_by_number(row["family"], base) for base in bases)}
+    without = [f"no {base} map was validated, so none was chosen" for base in choose if base not in bases]
     if choose:
-        chosen = [row for base in choose for row in chosen_rows(rows, base)]
+        chosen = [row for base in bases for row in found[base]]
         rows = [*({**row, "chosen": None} for row in rows), *chosen]
     summary = stitching_summary(rows, two_zoos=two_zoos)
     kind = _best_kind(summary)
     choices = _choices([row for row in rows if row.get("chosen") and row["batch_norm"] in (kind, NO_NORM)], candidates)
-    drawn = [row for row in summary if row["family"] not in candidates] or summary
+    drawn = [row for row in summary if row["family"] not in candidates]
     final = [row for row in drawn if row["batch_norm"] in (kind, NO_NORM) and row["penalty"] is not None]
     trained = [row["penalty"] for row in final if row["trained"]]
     what = "stitching penalties on the test split: "
@@ -102,7 +105,12 @@ def stitching_results(
         },
         headline="test_penalty" if trained else None,
         shown=_shown(summary, title),
-        notes=[_legend(summary), *_undertrained(final, epochs), *stopped_notes(networks, stopped, "penalties.csv")],
+        notes=[
+            _legend(summary),
+            *without,
+            *_undertrained(final, epochs),
+            *stopped_notes(networks, stopped, "penalties.csv"),
+        ],
         places={
             "picture": f"{picture}.png",
             "table": "summary.csv",
@@ -134,7 +142,8 @@ def chosen_rows(rows: Sequence[Row], base: str) -> list[dict[str, Any]]:
 
     The choice is between the families with the name ``base`` but for a number: for ``"group"`` these are
     ``group(0.01)``, ``group(0.1)`` and so on, for ``"group(euclidean)"`` these are ``group(euclidean,0.01)`` and so on.
-    Of equal accuracies the one with the lower validation loss is chosen. Stopped maps are left out.
+    Of equal accuracies the one with the lower validation loss is chosen. Maps that were stopped, or never validated,
+    are left out.
 
     Args:
         rows: As :func:`stitching_rows` gives them.
@@ -146,7 +155,8 @@ def chosen_rows(rows: Sequence[Row], base: str) -> list[dict[str, Any]]:
     References:
         Godfrey et al. (2022), arXiv:2205.14258, appendix D.5, choose alpha so.
     """
-    candidates = [row for row in rows if differs_by_number(row["family"], base) and not row["stopped"]]
+    own = [row for row in rows if differs_by_number(row["family"], base)]
+    candidates = [row for row in own if not row["stopped"] and row["val_accuracy"] is not None]
     chosen = []
     for _, found in grouped(candidates, "batch_norm", "lower", "upper", "place"):
         best = max(found, key=lambda row: (row["val_accuracy"], -row["val_loss"]))
@@ -162,7 +172,7 @@ def differs_by_number(family: str, base: str) -> bool:
 
 def _split(family: str) -> tuple[str, float]:
     """Return a family's name without the number in brackets, and this number, NaN if there is none."""
-    match = re.fullmatch(r"(\w+)\((?:(\w*[a-z]\w*),)?([0-9.e+-]+)\)", family)
+    match = re.fullmatch(r"(\w+)\((?:\s*(\w*[a-z]\w*)\s*,)?\s*([0-9._eE+-]+)\s*\)", family)
     if match is None:
         return family, math.nan
     return f"{match[1]}({match[2]})" if match[2] else match[1], float(match[3])

@@ -9,6 +9,10 @@ from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_numbers
 
+_LEAST = (
+    0.01  # Below, both gamma variates of a draw may be 0 in float64, and their share is then 1/2 instead of 0 or 1.
+)
+
 
 def check_mixing(mixup: float, cutmix: float, epochs: int | None) -> None:
     """Check the settings of mixtures.
@@ -16,7 +20,12 @@ def check_mixing(mixup: float, cutmix: float, epochs: int | None) -> None:
     Raises:
         ValueError: If one is out of range, or there are epochs and no mixtures.
     """
-    check_numbers(">= 0", mixup=mixup, cutmix=cutmix)
+    for name, value in (("mixup", mixup), ("cutmix", cutmix)):
+        check_numbers(">= 0", **{name: value})
+        if 0 < value < _LEAST:
+            raise ValueError(
+                f"{name} must be 0 or at least {_LEAST}, below which nearly nothing is mixed, got {value!r}."
+            )
     if epochs is not None:
         check_integers(mixing_epochs=epochs)
         if not (mixup or cutmix):
@@ -69,7 +78,12 @@ def mixed(inputs: Tensor, labels: Tensor, shares: Sequence[Tensor], classes: int
 
     Returns:
         Inputs like the given ones, and probabilities of classes, ``[M, B, K]``, in the type of the inputs.
+
+    Raises:
+        ValueError: If inputs are integers.
     """
+    if not inputs.is_floating_point():
+        raise ValueError(f"mixup and cutmix mix floating inputs, got {inputs.dtype}, as of tokens; set both to 0.")
     size = next((share.shape for share in shares if share.ndim), ())
     at = torch.stack([share.expand(size) for share in shares])
     of_labels = torch.stack([share.mean() for share in shares])

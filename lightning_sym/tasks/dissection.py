@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_different, check_integers, check_known, check_numbers
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator
 from lightning_sym.dissection import (
@@ -20,8 +20,8 @@ from lightning_sym.dissection import (
     strongest_images,
     three_places,
 )
+from lightning_sym.dissection.networks import shape_of_maps
 from lightning_sym.networks.base import site_name
-from lightning_sym.similarity import features_of
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
@@ -158,10 +158,11 @@ class DissectionTask(UntrainedTask):
         for name in site if isinstance(site, Mapping) else ():
             check_known("zoo", name, list(zoos))
         check_integers(optional=True, members=members)
-        points = ALPHAS if alphas is None else tuple(alphas)
+        points = ALPHAS if alphas is None else alphas
+        check_different("alphas", points, of="numbers")
         for alpha in points:
             check_numbers("in [0, 1]", alphas=alpha)
-        if len(set(points)) < len(points) or not {0.0, 1.0} <= set(points):
+        if not {0.0, 1.0} <= set(points):
             raise ValueError(f"alphas must be different numbers, 0 and 1 among them, got {list(points)}.")
         check_numbers("in (0, 1)", top=top)
         check_numbers("in [0, 1)", least=least)
@@ -178,7 +179,7 @@ class DissectionTask(UntrainedTask):
         Raises:
             FileNotFoundError: If there is no zoo.
             TypeError: If the data have no masks of concepts.
-            ValueError: If the data do not fit the networks, or networks have no such site.
+            ValueError: If the data do not fit the networks, or networks have no such site, or one without maps.
         """
         data = getattr(self.trainer, "datamodule", None)
         if missing := [
@@ -200,6 +201,7 @@ class DissectionTask(UntrainedTask):
             self.sites[name] = sites[-1] if site is None else site_name(site, list(known))
             check_known("site", self.sites[name], list(known))
             check_data(zoo, zoo.numbers[0], data, trial=True)
+            shape_of_maps(network, self.sites[name], example_input(zoo, zoo.numbers[0], network, data))
 
     # ---- dissection
 
@@ -233,7 +235,7 @@ class DissectionTask(UntrainedTask):
                 symmetries[name] = trace_symmetry(network, example)
             if kind == "untrained":
                 network = network.fresh(number)
-            channels = features_of(network, [site], example)[site].shape[1]
+            channels = shape_of_maps(network, site, example)[1]
             bases = self._bases(number, kind, channels, symmetries.get(name), site)
             loader = data.concept_dataloader()
             found = dissect(

@@ -23,15 +23,26 @@ class CrossEntropy:
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return one member's loss. Logits ``[B, K]``; classes ``[B]`` int64, or their probabilities ``[B, K]``."""
+        _check_probabilities(outputs, targets)
         return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
 
     def stacked(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return all members' losses ``[M]``, with a leading member axis on both arguments."""
+        _check_probabilities(outputs, targets)
         smoothing = self.label_smoothing
         losses = F.cross_entropy(
             outputs.flatten(0, 1), targets.flatten(0, 1), label_smoothing=smoothing, reduction="none"
         )
         return losses.view(outputs.shape[:2]).mean(1)
+
+
+def _check_probabilities(outputs: Tensor, targets: Tensor) -> None:
+    """Raise if probabilities are of other classes than the outputs."""
+    if targets.is_floating_point() and targets.ndim == outputs.ndim and targets.shape != outputs.shape:
+        raise ValueError(
+            f"networks have outputs of shape {list(outputs.shape)}, and the probabilities of classes have shape "
+            f"{list(targets.shape)}; give data and networks the same number of classes."
+        )
 
 
 class SquaredDistance:

@@ -63,9 +63,9 @@ class ZooTask(PopulationTask):
             included, biases not (the paper's code).
         label_smoothing: In ``[0, 1)``.
         mixup: Parameter of the beta distribution of weights in mixtures of two inputs and of their labels, one for each
-            batch of a member; 0 for none. >= 0.
+            batch of a member; 0 for none, or >= 0.01.
         cutmix: The same for CutMix, where a rectangle of an image is replaced by that of another. With both, each batch
-            gets one of the two, equally probable. Classes only, with the default loss. >= 0.
+            gets one of the two, equally probable. Classes only, with the default loss. 0 or >= 0.01.
         mixing_epochs: For how many epochs there are mixtures; default all. >= 1.
         keep: Which weights of a member are kept: of the ``"best"`` epoch by validation accuracy (ties: the lower
             validation loss, then the earlier epoch), as in the paper, or of the ``"last"`` epoch.
@@ -195,9 +195,15 @@ class ZooTask(PopulationTask):
 
         Raises:
             FileNotFoundError: If there is no such zoo.
-            ValueError: If the trainer would tie the members together, or the zoo's members do not suit.
+            ValueError: If the trainer would tie the members together, the zoo's members do not suit, or data with
+                mixtures do not say how many classes there are.
         """
         super().setup(stage)
+        if (self.mixup or self.cutmix) and stage == "fit" and self._classes() is None:
+            raise ValueError(
+                "mixup and cutmix need the number of classes, and the data have no num_classes; give a datamodule with "
+                "this attribute, or set both to 0."
+            )
         if self.initial is not None and stage == "fit":
             data, trial = getattr(self.trainer, "datamodule", None), bool(self.trainer.fast_dev_run)  # type: ignore[attr-defined]
             check_data(self._open_initial(), self.parent_of(self.seed), data, trial=trial)
@@ -248,8 +254,13 @@ class ZooTask(PopulationTask):
             return inputs, targets
         randoms = [self.step_generator("mixing", number, batch_idx) for number in self.population.numbers]
         shares = [own_shares(self.mixup, self.cutmix, inputs.shape[2:], random) for random in randoms]
-        classes: int = self.trainer.datamodule.num_classes  # type: ignore[attr-defined]
+        classes = self._classes()
+        assert classes is not None
         return mixed(inputs, targets, shares, classes)
+
+    def _classes(self) -> int | None:
+        """Return the number of classes of the data; None if they do not say."""
+        return getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
 
     def on_train_start(self) -> None:
         """Check that the best weights can be told."""

@@ -107,7 +107,7 @@ def _group(text: str, name: str) -> dict[str, Any]:
     """Parse the projection of the group's relaxation, the weight of its regulariser, or both in this order."""
     first, comma, last = map(str.strip, text.partition(","))
     alpha = _weight(last if comma else first)
-    if comma and alpha is None:
+    if alpha is None and (comma or re.match(r"[-+.]?[0-9]|nan|inf", first)):
         raise ValueError(f"alpha of group must be a number >= 0, as in group(euclidean,0.01), got {name!r}.")
     if comma or alpha is None:
         check_known("projection of group", first, get_args(Projection))

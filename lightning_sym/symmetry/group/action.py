@@ -431,7 +431,8 @@ class Action:
                         continue
                     if key not in powers:
                         raise ValueError(
-                            f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}"
+                            f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}, or "
+                            "a state that is reset (reset_state=True)"
                         )
                     for part, held in structure.charts.parts_of(name, value):
                         if part in structure.slots_of:

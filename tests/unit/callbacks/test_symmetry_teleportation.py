@@ -219,6 +219,30 @@ def test_moves_are_logged_at_the_trainers_multiples_of_steps(tmp_path):
     assert all(float(row[names[0]]) < float(row[names[1]]) for row in rows)
 
 
+def test_no_moves_are_logged_if_the_trainer_logs_no_steps(tmp_path):
+    settings = {"log_every_n_steps": 0, "logger": MetricsCSV(tmp_path)}
+    fit(ZooTask(network(), 1), digits(), SymmetryTeleportation(way="balance", every_n_steps=1), **settings)
+    assert "teleportation" not in (tmp_path / "metrics.csv").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*was stopped in epoch")
+@pytest.mark.parametrize("way", ["balance", "ascent"])
+def test_a_member_with_weights_that_overflowed_does_not_end_the_others(way):
+    class Overflowed(ZooTask):
+        def make_member(self, number):
+            member = super().make_member(number)
+            if number == 1:
+                torch.nn.init.constant_(next(member.parameters()), math.inf)
+            return member
+
+    task = Overflowed(network(), 2, optimizer=MOMENTUM, keep="last")
+    fit(task, digits(), SymmetryTeleportation(way=way, every_n_steps=1), max_steps=3)
+    alone = ZooTask(network(), 1, optimizer=MOMENTUM, keep="last")
+    fit(alone, digits(), SymmetryTeleportation(way=way, every_n_steps=1), max_steps=3)
+    assert [*task.stopped] == [1]
+    assert_same(task.population.member_state(0), alone.population.member_state(0))
+
+
 def test_balanced_weights_keep_the_function_and_have_equal_norms():
     task, watch = run([SymmetryTeleportation([1], "balance", arm="ascent")])
     for number in task.numbers:
@@ -436,7 +460,7 @@ def test_wrong_arguments_are_named(make, message):
 
 
 def test_epochs_are_a_list():
-    with pytest.raises(TypeError, match=r"expected \[1\]"):
+    with pytest.raises(TypeError, match=r"as \[1\]"):
         SymmetryTeleportation(1)
 
 

@@ -156,11 +156,23 @@ def test_the_best_map_on_validation_data_is_chosen_for_each_pair_and_site():
     assert found.places["choices"] == "choices.png"
 
 
+def test_of_maps_that_were_never_validated_none_is_chosen_and_all_are_drawn():
+    networks = [network(0, 1, "a", family) for family in ("full", "rank(1)", "rank(2)")]
+    for one in networks:
+        one["val_accuracy"] = one["val_loss"] = None
+    found = results(networks, {"as is": evaluation([0.1, 0.2, 0.3])}, choose=["rank"])
+    assert [table.name for table in found.tables] == ["penalties", "summary"]
+    assert found.numbers["test_penalty"] == pytest.approx(0.2)
+    assert "no rank map was validated, so none was chosen" in found.notes
+
+
 @pytest.mark.parametrize(
     ("family", "base"),
     [
         ("group(1e-05)", "group"),
         ("group(euclidean,0.1)", "group(euclidean)"),
+        ("group(euclidean, 1E-3)", "group(euclidean)"),
+        ("group( 1_0 )", "group"),
         ("rank(4)", "rank"),
         ("lasso(0)", "lasso"),
     ],

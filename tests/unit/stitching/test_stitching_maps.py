@@ -354,7 +354,7 @@ def test_names():
             refused(stitching_map, f"group(euclidean,{bad})", says="alpha of group must be")
             for bad in ("-1", "", "much")
         ),
-        refused(stitching_map, "group(-1)", says="Unknown projection of group '-1'"),
+        *(refused(stitching_map, f"group({bad})", says="alpha of group must be") for bad in ("-1", "nan", "1e400")),
         refused(stitching_map, "group(euclid)", says=("Unknown projection of group 'euclid'", "mean 'euclidean'")),
         *(refused(stitching_map, bad, says=f"Unknown stitching map {bad!r}") for bad in ("", 3)),
         refused(Port, 3, 0, says="out_channels of a port must be an integer >= 1, got 0"),

@@ -17,7 +17,7 @@ from lightning_sym.cli.summary import trained
 from lightning_sym.datamodules import ConceptBatch, ConceptsDataModule
 from lightning_sym.dissection import Geodesic, dissect, random_rotation
 from lightning_sym.networks import ResidualCNN
-from lightning_sym.reports.dissection import mean_interval
+from lightning_sym.reports.dissection import _file_names, mean_interval
 from lightning_sym.similarity import features_of
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import DissectionTask
@@ -205,6 +205,10 @@ def test_every_zoo_can_have_a_site_which_need_not_be_an_activation(zoo, tmp_path
     assert names == {"dissection.png", "categories.png", *(f"concepts-{name}.png" for name in task.sites)}
 
 
+def test_zoos_whose_names_differ_by_signs_have_files_of_their_own():
+    assert _file_names(["a b", "c", "a-b"]) == {"a b": "a-b-0", "c": "c", "a-b": "a-b-2"}
+
+
 def test_a_run_that_was_interrupted_and_resumed_is_the_uninterrupted_one(zoo, run, tmp_path, monkeypatch):
     """Nothing is trained and nothing half-done is kept: the run that is resumed, from its start, dissects anew."""
     trainer = fit(DissectionTask({"small": zoo}, **SETTINGS), concepts(), folder=tmp_path, max_epochs=0)
@@ -263,7 +267,7 @@ def test_the_lines_at_the_start_of_a_run_name_the_task():
     [
         refused(DissectionTask, zoos={}),
         refused(DissectionTask, {"a": "b"}, alphas=[0.0, 0.5], says=["alphas", "0 and 1"]),
-        refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.0, 1.0], says="different"),
+        *(refused(DissectionTask, {"a": "b"}, alphas=bad, says="different") for bad in ([0.0, 1.0, 1.0], 0.5)),
         refused(DissectionTask, {"a": "b"}, alphas=[0.0, 1.5, 1.0], says=["alphas", "1.5"]),
         *(refused(DissectionTask, {"a": "b"}, **bad) for bad in ({"members": 0}, {"top": 0.0}, {"least": 1.0})),
         refused(DissectionTask, {"a": "b"}, basis_seed=-1),
@@ -281,6 +285,9 @@ def test_what_does_not_fit_is_one_sentence(zoo, tmp_path):
 
     assert_refused(run, DissectionTask({"a": zoo}), digits(), error=TypeError, says=["concepts", "DigitsDataModule"])
     assert_refused(run, DissectionTask({"a": zoo}, site="activation9"), concepts(), says="activation9")
+    second = DissectionTask({"a": zoo, "b": zoo}, site={"b": "classifier"})  # refused before the first zoo is dissected
+    assert_refused(run, second, concepts(), says="classifier returns values of shape")
+    assert second.results == []
     missing = DissectionTask({"a": str(tmp_path / "none")})
     assert_refused(run, missing, concepts(), error=FileNotFoundError, says="none")
     batches = list(concepts().concept_dataloader())

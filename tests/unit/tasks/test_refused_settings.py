@@ -43,6 +43,7 @@ def together(optimizer=Whole, **settings):
         refused(ZooTask, NETWORK, loss=mse_loss, label_smoothing=0.1, says="is of the cross-entropy"),
         *(refused(ZooTask, NETWORK, **bad) for bad in ({"mixup": -1.0}, {"cutmix": math.inf})),
         refused(ZooTask, NETWORK, mixup=1.0, mixing_epochs=0, says="mixing_epochs must be an integer >= 1"),
+        refused(ZooTask, NETWORK, mixup=0.001, says="mixup must be 0 or at least 0.01"),
         refused(ZooTask, NETWORK, mixing_epochs=3, says="is the end of mixup or cutmix"),
         refused(ZooTask, NETWORK, cutmix=1.0, loss=mse_loss, says="there is a loss of its own; drop one"),
         refused(ZooTask, NETWORK, mixup=1.0, prior_precision=1.0, says="there is a prior, of the original data"),

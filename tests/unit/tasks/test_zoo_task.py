@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from torchvision.transforms import v2
 
 from lightning_sym.cli.checkpoints import RunCheckpoint
+from lightning_sym.datamodules import TensorDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
 from lightning_sym.tasks import CrossEntropy, ZooTask
@@ -525,6 +526,32 @@ def test_shares_have_their_distributions():
     assert sum(both) / 2 == pytest.approx(500, abs=60)
     with pytest.raises(ValueError, match="cutmix cuts rectangles from images"):
         own_shares(0.0, 1.0, (8,), random)
+    least = torch.stack([own_shares(0.01, 0.0, (8, 8), random) for _ in range(2000)])
+    assert float(((least > 1e-6) & (least < 1 - 1e-6)).float().mean()) == pytest.approx(0.129, abs=0.03)
+
+
+class Reader(nn.Sequential):
+    """A classifier of three tokens."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 5))
+
+
+def test_what_cannot_be_mixed_is_refused(tmp_path):
+    tokens = torch.randint(5, (40, 3), generator=torch.Generator().manual_seed(0))
+    data = TensorDataModule((tokens, tokens[:, 0]), batch_size=4)
+    reader = Network.wrap(Reader)
+    with pytest.raises(ValueError, match=r"mix floating inputs, got torch.int64, as of tokens; set both to 0"):
+        fit(tmp_path, ZooTask(reader, members=1, mixup=0.5), data)
+    few = MultiLayerPerceptron(widths=(12,), image_size=8, num_classes=12)
+    for execution in ("loop", "vmap"):
+        with pytest.raises(ValueError, match=r"outputs of shape .*16, 12\], .* the same number of classes"):
+            fit(tmp_path, ZooTask(few, members=1, mixup=0.5, execution=execution))
+    loaders = digits()
+    loaders.setup()
+    batches = loaders._loader("train", batch_size=BATCH, seeds=[0])
+    with pytest.raises(ValueError, match="the data have no num_classes"):
+        trainer(tmp_path).fit(ZooTask(perceptron(), members=1, mixup=0.5, keep="last"), batches)
 
 
 def test_mixing_is_that_of_each_member_and_ends(tmp_path):
