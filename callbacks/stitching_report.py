@@ -64,12 +64,13 @@ class StitchingReport(RunReport):
         super().setup(trainer, pl_module, stage)
         if not (self.active and self.choose):
             return
+        task: StitchingTask = pl_module
         for base in self.choose:
-            names = [name for name in pl_module.families if differs_by_number(name, base)]
+            names = [name for name in task.families if differs_by_number(name, base)]
             if len(names) < 2:
                 raise ValueError(
                     f"choose names {base!r}, which needs two or more maps of this name with a number, as "
-                    f"group(0.01) and group(0.1), but maps are {', '.join(pl_module.families)}."
+                    f"group(0.01) and group(0.1), but maps are {', '.join(task.families)}."
                 )
         if not len(self.data(trainer).split_tensors("val")[0]):
             raise ValueError("choose needs validation data; set val_fraction of the data above 0.")
