@@ -23,6 +23,10 @@ from lightning_sym.symmetry import Symmetry, trace_symmetry
 
 _LOGGED = {"before": "objective_before", "after": "objective_after", "seconds": "seconds"}
 
+_TOGETHER = (
+    'SymmetryTeleportation moves members one by one, but these are run in one vectorised call; set execution="loop".'
+)
+
 
 class SymmetryTeleportation(Callback):
     r"""Move networks along their symmetry orbits at the start of some epochs or steps; their functions stay.
@@ -125,6 +129,8 @@ class SymmetryTeleportation(Callback):
             return
         if not has_members(pl_module):
             network_of(self, pl_module, self.network)
+        elif getattr(pl_module, "execution", "loop") == "vmap":
+            raise ValueError(_TOGETHER)
         arms = getattr(pl_module, "arms", [])
         if self.arm is not None and self.arm not in arms:
             raise ValueError(
@@ -162,11 +168,8 @@ class SymmetryTeleportation(Callback):
         if not has_members(pl_module):
             return {0: network_of(self, pl_module, self.network)}
         task: Any = pl_module
-        if not isinstance(task.population, LoopPopulation):
-            raise ValueError(
-                "SymmetryTeleportation moves members one by one, but these are run in one vectorised call; set "
-                'execution="loop".'
-            )
+        if not isinstance(task.population, LoopPopulation):  # by execution="auto"
+            raise ValueError(_TOGETHER)
         own = [number for number in task.population.numbers if number not in task.skipped]
         if self.arm is not None:
             own = [number for number in own if task.arm_of(number) == self.arm]

@@ -445,7 +445,7 @@ def test_changes_are_taken_seed_by_seed_at_the_best_rates():
         (lambda: SymmetryTeleportation([1], max_steps=0), "max_steps must be"),
         (lambda: fit(ZooTask(network(), 1), None, SymmetryTeleportation([0], arm="a"), max_epochs=1), "names an arm"),
         (
-            lambda: fit(ZooTask(network(), 2, execution="vmap"), None, SymmetryTeleportation([0]), max_epochs=1),
+            lambda: fit(ZooTask(network(), 2, execution="vmap"), None, SymmetryTeleportation([5]), max_epochs=1),
             'execution="loop"',
         ),
         (
