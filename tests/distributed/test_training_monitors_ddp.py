@@ -40,7 +40,7 @@ def monitors(**settings):
     return [
         SimilarityMonitor(["group", "cka_linear"], reference=network().fresh(9), images=21, **settings),
         SymmetryMonitor(**settings),
-        CurvatureMonitor(probes=2, tolerance=0.1, **settings),
+        CurvatureMonitor(probes=2, **settings),
     ]
 
 
