@@ -263,7 +263,7 @@ def interpolating(sparse: SparseFactoredFullyConnected) -> Callable[[], None]:
 
 
 def shape_of(phi: Tensor) -> str:
-    """Say how far an interpolation is from one of fewer anchors, or of near points alone."""
+    """Describe an interpolation matrix: its condition number, and the shares of entries that are not small."""
     values, sizes = torch.linalg.svdvals(phi.double().cpu()), phi.abs() / phi.abs().max()
     shares = " and ".join(f"{(sizes > least).double().mean():.0%} above {least:.0e}" for least in (1e-7, 1e-6))
     condition = float(values[0] / values[-1])

@@ -228,7 +228,7 @@ def _pyhessian(_: Any) -> list[Case]:
 
 
 def _their_top(name: str, their: Callable[..., Any], network: nn.Module, *data: Tensor) -> Case:
-    """Return the case of PyHessian's top eigenvalue, with the largest tolerance at which it is as accurate as ours."""
+    """Return the case of PyHessian's top eigenvalue. Its tolerance is the largest that makes it as accurate as ours."""
     from lightning_sym.curvature import CurvatureOperator, top_eigenpairs, top_eigenvalue
 
     operator = partial(CurvatureOperator, network, data, F.cross_entropy)

@@ -58,7 +58,7 @@ def measure_imports(rounds: int) -> list[dict[str, object]]:
         "trace_symmetry": "from lightning_sym.symmetry import trace_symmetry",
         "all names": "from lightning_sym.symmetry import *",
     }
-    # Compiled modules are kept, as they are on any machine but this benchmark's first round.
+    # Python keeps compiled modules, as it does for users: only the first round compiles.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     call = partial(subprocess.run, env={**kept, "OMP_NUM_THREADS": "1"}, check=True)
     runs: dict[str, Callable[[], object]] = {

@@ -33,10 +33,10 @@ class SymmetryTeleportation(Callback):
 
     By default, each move takes a few steps that enlarge the squared norm of the gradient. With ``way="balance"`` and
     ``every_n_steps``, training is confined to canonical weights: those of least norm, where the incoming and outgoing
-    norms of all units agree. The optimiser's state moves along, or is reset. The function in training mode stays, too:
-    the callback holds scales before batch norms and matrices through these. Where the state moves along, it also holds
-    shifts, and to balance it holds matrices. It computes the objective on the first
-    training images of the datamodule, without augmentation; without such a datamodule, on the first batch of the epoch.
+    norms of all units agree. The callback moves the optimiser's state as well, or resets it. It also keeps the function
+    in training mode: it holds scales before batch norms and matrices through these. Where it moves the state, it also
+    holds shifts, and to balance it holds matrices. It computes the objective on the first training images of the
+    datamodule, without augmentation; without such a datamodule, on the first batch of the epoch.
 
     It logs ``<prefix>/objective_before``, ``.../objective_after`` and ``.../seconds``, with ``arm`` as
     ``<prefix>/<arm>/...``: for a population the means over members, and single members as details. With
@@ -156,7 +156,7 @@ class SymmetryTeleportation(Callback):
             self._log(trainer, pl_module, found)
 
     def _is_due(self, trainer: Trainer, batch_idx: int) -> bool:
-        """Return whether networks move; once for each step, whose gradients several batches may share."""
+        """Return whether networks move now: at the first batch of a due step, if several batches share it."""
         if self.every_n_steps is None:
             return not batch_idx and trainer.current_epoch in self.epochs
         step, last = trainer.global_step, self._last
@@ -176,7 +176,7 @@ class SymmetryTeleportation(Callback):
         elif self.members != "all":
             own = [number for number in own if number in self.members]
         networks = {number: task.population.network(number) for number in own}
-        # Members whose last step overflowed do not move: the next loss stops them, and no others.
+        # Members whose last step overflowed do not move. Their next loss stops them alone.
         return {
             number: network
             for number, network in networks.items()

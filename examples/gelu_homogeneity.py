@@ -1,7 +1,8 @@
-"""How far GELU is from homogeneous: GELU(t x) beside t GELU(x), and the error of exchanging them.
+"""Compare GELU(t x) with t GELU(x): GELU is not homogeneous.
 
 ReLU(t x) = t ReLU(x) for t > 0, so that positive scales belong to its intertwiner group. GELU has no such scales
-(docs/theory/intertwiners.md, 1.2). The error is that of figure 17 of Godfrey et al. (2022), arXiv:2205.14258:
+(docs/theory/intertwiners.md, 1.2). The root-mean-square difference is that of figure 17 of Godfrey et al. (2022),
+arXiv:2205.14258:
 
     python examples/gelu_homogeneity.py --out runs/gelu-homogeneity
 """

@@ -1,6 +1,6 @@
 """Residual networks for small images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -82,6 +82,19 @@ class ResidualBlock(nn.Module):
         return output
 
 
+def _stages(widths: Sequence[int], depths: Sequence[int], make: Callable[[int, int, int], nn.Module]) -> nn.Sequential:
+    """Make the blocks of all stages from channels before, channels after and stride.
+
+    They stand in one container, so that positions in named_modules() are those of the published networks.
+    """
+    blocks, channels = nn.Sequential(), widths[0]
+    for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
+        for block in range(depth):
+            blocks.append(make(channels, width, 2 if stage > 0 and block == 0 else 1))
+            channels = width
+    return blocks
+
+
 class _ResidualNetwork(_SequentialNetwork):
     """One convolution, stages of residual blocks, global average pooling, one linear layer.
 
@@ -117,17 +130,10 @@ class _ResidualNetwork(_SequentialNetwork):
         self.conv = nn.Conv2d(in_channels, widths[0], 3, stride=stride, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
         self.activation = make_activation(activation)
-        # One container for all blocks, so that positions in named_modules() are those of the published networks.
-        self.blocks = nn.Sequential()
-        channels = widths[0]
-        for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
-            for block in range(depth):
-                stride = 2 if stage > 0 and block == 0 else 1
-                self.blocks.append(ResidualBlock(channels, width, stride, shortcut, activation, after_sums))
-                channels = width
+        self.blocks = _stages(widths, depths, lambda *shape: ResidualBlock(*shape, shortcut, activation, after_sums))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.classifier = nn.Linear(channels, num_classes)
+        self.classifier = nn.Linear(widths[-1], num_classes)
 
 
 class CIFARResNet(_ResidualNetwork):
@@ -281,18 +287,13 @@ class CIFARPreResNet(_SequentialNetwork):
             raise ValueError(f"depth must be 8 or more by a multiple of 6, as 20, got {depth!r}.")
         height_width(image_size, "image_size")  # any size fits, because of the padding
         self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
-        self.blocks = nn.Sequential()
-        channels = width
-        for stage in range(3):
-            for block in range((depth - 2) // 6):
-                stride = 2 if stage > 0 and block == 0 else 1
-                self.blocks.append(PreActivationBlock(channels, width * 2**stage, stride, activation))
-                channels = width * 2**stage
-        self.norm = nn.BatchNorm2d(channels)
+        widths, depths = (width, 2 * width, 4 * width), ((depth - 2) // 6,) * 3
+        self.blocks = _stages(widths, depths, lambda *shape: PreActivationBlock(*shape, activation))
+        self.norm = nn.BatchNorm2d(widths[-1])
         self.activation = make_activation(activation)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
-        self.classifier = nn.Linear(channels, num_classes)
+        self.classifier = nn.Linear(widths[-1], num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")

@@ -55,7 +55,8 @@ def twice_differentiable(*, functional: bool = False) -> Iterator[None]:
         Names in ``torch`` are replaced meanwhile, in all threads: ``from torch import layer_norm`` keeps the fused one.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
-    # The hooks of torch.nn.utils.weight_norm, whose module its function hides, have a name of their own.
+    # The hooks of torch.nn.utils.weight_norm call the name in their module, which sys.modules holds: in torch.nn.utils
+    # the function of the same name hides it.
     plain: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [
         (vars(module), "_weight_norm", _plain_weight_norm)
         for module in (torch, sys.modules["torch.nn.utils.weight_norm"])

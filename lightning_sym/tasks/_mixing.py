@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_numbers
 
-_LEAST = (
-    0.01  # Below, both gamma variates of a draw may be 0 in float64, and their share is then 1/2 instead of 0 or 1.
-)
+# Below, both gamma variates of a draw may be 0 in float64, and their share is then 1/2 instead of 0 or 1.
+_LEAST = 0.01
 
 
 def check_mixing(mixup: float, cutmix: float, epochs: int | None) -> None:
@@ -52,6 +51,7 @@ def own_shares(mixup: float, cutmix: float, shape: Sequence[int], random: torch.
     """
     cut = cutmix > 0 and (not mixup or bool(torch.rand((), generator=random) < 0.5))
     beta = torch.full((2,), cutmix if cut else mixup, dtype=torch.float64)
+    # torch.distributions.Beta takes no generator.
     share = float(torch._sample_dirichlet(beta, generator=random)[0])
     if not cut:
         return torch.tensor(share, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What orthogonal and invertible matrices between gains have in common: docs/theory/intertwiners.md, 2.18."""
+"""Base classes of orthogonal and invertible matrices between gains: docs/theory/intertwiners.md, 2.18."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence

@@ -21,7 +21,7 @@ def _places(label: Label, axes: Sequence[int]) -> Ints:
     return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
 
 
-MET = "meets numbers that are the same for all inputs, which biases could take up"
+MET = "meets numbers that do not depend on the inputs: biases could absorb them"
 
 
 class Joining(Placing):
