@@ -130,7 +130,9 @@ class _ResidualNetwork(_SequentialNetwork):
         self.conv = nn.Conv2d(in_channels, widths[0], 3, stride=stride, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
         self.activation = make_activation(activation)
-        self.blocks = _stages(widths, depths, lambda *shape: ResidualBlock(*shape, shortcut, activation, after_sums))
+        self.blocks = _stages(
+            widths, depths, lambda a, b, step: ResidualBlock(a, b, step, shortcut, activation, after_sums)
+        )
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.classifier = nn.Linear(widths[-1], num_classes)
@@ -288,7 +290,7 @@ class CIFARPreResNet(_SequentialNetwork):
         height_width(image_size, "image_size")  # any size fits, because of the padding
         self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
         widths, depths = (width, 2 * width, 4 * width), ((depth - 2) // 6,) * 3
-        self.blocks = _stages(widths, depths, lambda *shape: PreActivationBlock(*shape, activation))
+        self.blocks = _stages(widths, depths, lambda a, b, step: PreActivationBlock(a, b, step, activation))
         self.norm = nn.BatchNorm2d(widths[-1])
         self.activation = make_activation(activation)
         self.pool = nn.AdaptiveAvgPool2d(1)
