@@ -508,7 +508,7 @@ WIDE = ["mlp_linear", "vector_in_front_of_matrices", "vector_times_vector", "dro
     "attention_with_weights_per_head", "attention_other_widths", "dense_block"]  # fmt: skip
 NOTES = {
     **dict.fromkeys(WIDE, "incoming or outgoing numbers"),
-    "minimum_with_constant": "which biases could take up",
+    "minimum_with_constant": "biases could absorb",
     "cat_with_itself": "reads units more than once",
     "repeat": "reads units more than once",
     "lerp": "adds layers that read one value",
