@@ -98,7 +98,8 @@ class Architecture:
         """
         holders: dict[Any, str] = {}
         for place, first in self.names.items():
-            tensor, other = places[place], holders.setdefault(memory_of(places[place]), first)
+            tensor = places[place]
+            other = holders.setdefault(memory_of(tensor), first)
             if other != first:
                 raise ValueError(
                     f"{other} and {place} are one tensor there and two in the traced network, and elements move these "
@@ -147,7 +148,7 @@ class Architecture:
                     f"module {name} is ({found}) there; expected ({self.descriptions.get(name)}), as in the traced "
                     f"network: {ADVICE}"
                 )
-        states = state_tensors(network)
+        states = state_tensors(network) if self.constants else {}
         for name, constant in self.constants.items():
             if states[name].is_meta:
                 continue

@@ -301,7 +301,7 @@ class Symmetry(ElementGroup):
         if not inplace:
             result = self._moved(element, network)
             if network in self._met:  # the copy computes the same function as the network
-                self._met[result] = held_by(result)[0]
+                self._met[result] = self._met[network]
             return result
         holders = self._holders(network)
         with torch.no_grad():
@@ -397,10 +397,13 @@ class Symmetry(ElementGroup):
         made: dict[int, Any] = {}  # the copy gets its new tensors at once, instead of copies of the old ones
         with torch.no_grad():
             for name, tensor in self._weights(element, state_tensors(network)):
+                held = holders.get(name, ())
                 memories: set[Any] = set()
-                for own in holders.get(name, ()):
-                    new = tensor.clone() if memories and memory_of(own) not in memories else tensor
-                    memories.add(memory_of(own))
+                for own in held:
+                    new = tensor
+                    if len(held) > 1:
+                        new = tensor.clone() if memories and memory_of(own) not in memories else tensor
+                        memories.add(memory_of(own))
                     made[id(own)] = nn.Parameter(new, own.requires_grad) if type(own) is nn.Parameter else new
         result = copied(network, made)
         _recompute(result)

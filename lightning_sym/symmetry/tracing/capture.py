@@ -33,6 +33,7 @@ from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Leaf modules run as one operation, so that rules for module classes apply to them. The operation looks up its result
 # shapes here.
+_PLAIN = (bool, int, float, str, type(None))
 _LEAVES: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
 
 
@@ -220,8 +221,12 @@ def places_of(network: nn.Module) -> dict[str, Tensor]:
 
 def first_names(network: nn.Module) -> dict[str, str]:
     """Map every place that holds a parameter or buffer to the first name of its tensor."""
+    known = {id(tensor): name for name, tensor in state_tensors(network).items()}
+    places = places_of(network)
+    if all(id(tensor) in known for tensor in places.values()):
+        return {place: known[id(tensor)] for place, tensor in places.items()}
     first = {memory_of(tensor): name for name, tensor in state_tensors(network).items()}
-    return {place: first[memory_of(tensor)] for place, tensor in places_of(network).items()}
+    return {place: first[memory_of(tensor)] for place, tensor in places.items()}
 
 
 def unsaved_places(network: nn.Module) -> set[str]:
@@ -280,7 +285,8 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     made = {} if made is None else made
     # Tensors that modules keep from a forward pass (a pruned weight) belong to an autograd graph and cannot be
     # deep-copied.
-    for leaf in (leaf for module in network.modules() for leaf in pytree.tree_leaves(vars(module))):
+    held = (own for module in network.modules() for own in vars(module).values() if not isinstance(own, _PLAIN))
+    for leaf in (leaf for own in held if not isinstance(own, dict) or own for leaf in pytree.tree_leaves(own)):
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
             made.setdefault(id(leaf), leaf.detach().clone())
     try:

@@ -14,12 +14,12 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_sym.symmetry.tracing.capture import constant_names, state_tensors
+from lightning_sym.symmetry.tracing.capture import constant_names
 
 
 def is_weightless(network: nn.Module) -> bool:
     """Return whether a network holds a parameter or buffer on the meta device."""
-    return any(tensor.is_meta for tensor in state_tensors(network).values())
+    return any(tensor.is_meta for held in (network.parameters(), network.buffers()) for tensor in held)
 
 
 # Larger tensors (in elements) are computed only when their values are needed.
