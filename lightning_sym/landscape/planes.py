@@ -52,7 +52,7 @@ def weight_tensors(network: nn.Module, vectors: Tensor) -> dict[str, Tensor]:
 def as_tensors(vectors: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
     """Return views ``[..., *shape]`` of vectors ``[..., P]``, one for each shape; the shapes have P entries in all."""
     parts = torch.split(vectors, [shape.numel() for shape in shapes.values()], -1)
-    return {name: part.view(*part.shape[:-1], *shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+    return {name: part.view((*part.shape[:-1], *shapes[name])) for name, part in zip(shapes, parts, strict=True)}
 
 
 def trainable(network: nn.Module) -> dict[str, nn.Parameter]:

@@ -59,7 +59,7 @@ def together(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def apart(tensor: Tensor, axes: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Undo :func:`together`; `shape` holds the sizes of the merged axes."""
-    return tensor.reshape(*shape, *tensor.shape[1:]).movedim(tuple(range(len(axes))), axes)
+    return tensor.reshape((*shape, *tensor.shape[1:])).movedim(tuple(range(len(axes))), axes)
 
 
 def multiplied(matrix: Tensor, tensor: Tensor, axis: int) -> Tensor:

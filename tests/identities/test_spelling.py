@@ -52,7 +52,9 @@ def reference(name: str) -> str:
 def traced(name: str, spelling: str) -> Symmetry:
     torch.manual_seed(3)
     function = ALL[name]
-    return trace_symmetry(function.network(spelling), function.inputs(2), check=False)
+    symmetry = trace_symmetry(function.network(spelling), function.inputs(2), check=False)
+    assert not any("stopped" in note for note in symmetry.notes), symmetry.notes  # no analysis ended in an exception
+    return symmetry
 
 
 @functools.cache

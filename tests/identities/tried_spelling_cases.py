@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from further_spelling_cases import images
+from further_spelling_cases import images, unit
 from helpers import of, parameter
 from spelling_cases import Function, Spelled, each, steps
 from torch import Tensor, nn
@@ -287,6 +287,35 @@ def of_difference(s: Any, x: Tensor) -> Tensor:
     return s.o((one - s.w * two) @ s.v(x))
 
 
+# ---- activations
+
+
+RATIOS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "powers": lambda s, h: (s.p[0] + s.p[1] * h + s.p[2] * h**2) / (1 + (s.q[0] * h + s.q[1] * h**2).abs()),
+    "Horner": lambda s, h: (
+        torch.addcmul(s.p[0], torch.addcmul(s.p[1], s.p[2], h), h) / (((s.q[1] * h + s.q[0]) * h).abs() + 1)
+    ),
+}
+
+
+# ---- scores of pairs
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda u, v: (u * v).sum(-1),
+    "sum over axis 1": lambda u, v: (v * u).sum(dim=1, keepdim=True).squeeze(1),
+    "mean": lambda u, v: 3 * (u * v).mean(-1),
+    "einsum": lambda u, v: torch.einsum("bi,bi->b", u, v),
+    "vecdot": lambda u, v: torch.linalg.vecdot(u, v),
+    "bmm": lambda u, v: torch.bmm(u[:, None], v[:, :, None]).flatten(),
+    "diagonal": lambda u, v: (u @ v.T).diagonal(),
+}
+
+
+def towers(score: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    return lambda s, x, y: score(s.a(x), s.b(y))
+
+
 # ---- functions
 
 
@@ -342,5 +371,14 @@ TRIED: dict[str, Function] = {
         each(GROUPED, lambda first: lambda s, x: s.b(torch.relu(first(s, x))))),
     "short filter": Function({"i": of(L, 9, 6), "w": parameter(3, 3), "o": of(L, 3, 5)}, steps(9), 9,
         {"shifted copies": short_filter}),
+    "rational activation": Function({"a": of(L, 6, 4), "p": parameter(3), "q": parameter(2), "b": of(L, 4, 7)},
+        steps(6), 2, each(RATIOS, lambda ratio: lambda s, x: s.b(ratio(s, s.a(x)))), samples=80),
+    "scores of two towers": Function({"a": of(L, 5, 3), "b": of(L, 4, 3)}, two_inputs(5, 4), 9, each(SCORES, towers)),
+    "scores of pairs of tokens": Function({"a": of(nn.Embedding, 7, 3), "b": of(nn.Embedding, 6, 3)},
+        lambda samples: (torch.randint(7, (samples,)), torch.randint(6, (samples,))), 9, each(SCORES, towers),
+        samples=300),
+    "cosines of two towers": Function({"a": of(L, 5, 3), "b": of(L, 4, 3)}, two_inputs(5, 4), 5,
+        each(SCORES, lambda score: lambda s, x, y: score(unit(s.a(x)), unit(s.b(y))))
+        | {"cosine_similarity": lambda s, x, y: F.cosine_similarity(s.a(x), s.b(y), eps=1e-12)}),
     "squeeze and excite": Function(SQUEEZED, images(2, 6), 0, each(MEANS, squeezed), samples=60),
 }  # fmt: skip

@@ -478,7 +478,7 @@ class _Nearest:
         often = math.prod(apart.shape[axis] for axis in thin)
         apart = apart.mean(thin, keepdim=True) if thin else apart
         kept = [axis for axis in range(apart.ndim) if axis not in rows.axes]
-        flat = apart.permute(*kept, *rows.axes).reshape(-1, len(rows.segments)) / self.located.coefficient(rows)
+        flat = apart.permute((*kept, *rows.axes)).reshape(-1, len(rows.segments)) / self.located.coefficient(rows)
         segments = torch.from_numpy(rows.segments)
         times = torch.bincount(segments, minlength=len(rows.at)).double()
         summed = torch.zeros(len(flat), len(rows.at), dtype=torch.float64).index_add(1, segments, flat)

@@ -211,11 +211,15 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
         "".join(letter for letter in out if letter in letters and letter not in batch) for letters in (one, two)
     )
     if not own and not other:
-        product = r.insert(
-            aten.mul.Tensor, _ordered(r, first, one, batch + summed), _ordered(r, second, two, batch + summed)
-        )
-        axes = list(range(len(batch), len(batch + summed)))
-        return _ordered(r, r.insert(aten.sum.dim_IntList, product, axes), batch, out)
+        first, second = (_ordered(r, part, term, batch + summed) for part, term in ((first, one), (second, two)))
+        if len(summed) == 1 and _only_samples(r, first, second):
+            row, column = r.insert(aten.unsqueeze.default, first, -2), r.insert(aten.unsqueeze.default, second, -1)
+            result = r.insert(aten.select.int, r.insert(aten.matmul.default, row, column), -1, 0)
+            result = r.insert(aten.select.int, result, -1, 0)
+        else:
+            axes = list(range(len(batch), len(batch + summed)))
+            result = r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, first, second), axes)
+        return _ordered(r, result, batch, out)
     several = [part for part in (own, other) if len(part) > 1]
     if len(summed) > 1 or len(several) > 1:
         return None
@@ -242,6 +246,14 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     if not own or not other:
         result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
     return _ordered(r, result, batch + own + other, out)
+
+
+def _only_samples(r: Rewriter, first: fx.Node, second: fx.Node) -> bool:
+    """Return whether two values of one shape differ, and no axis of either but the last may hold units."""
+    last = len(r.shape(first)) - 1
+    return first is not second and all(
+        r.made_of(part) == "inputs" and unit_axes(r, part) <= {last} for part in (first, second)
+    )
 
 
 def _rows(r: Rewriter, letters: str, factor: fx.Node, free: str) -> tuple[str, str]:
@@ -476,13 +488,30 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     one, two = map(set, terms)
     # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
-    if made == {"inputs"} and (one == two or (len((one & two) - summed) > 1 and (one <= two or two <= one))):
+    if made == {"inputs"} and one == two and not (summed == {letters[-1]} and _only_samples(r, parts[0], parts[1])):
+        return None
+    if made == {"inputs"} and one != two and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result
+
+
+def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the mean over the last axis of an elementwise product of two values as their scaled product."""
+    product = node.args[0]
+    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not r.only_for(product, node):
+        return None
+    first, second = product.args[:2]
+    last = len(r.shape(product)) - 1
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or reduced(node, last + 1) != {last}:
+        return None
+    if node.kwargs or r.shape(first) != r.shape(second) or not _only_samples(r, first, second):
+        return None
+    total = r.insert(aten.sum.dim_IntList, product, *node.args[1:])
+    return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[last])
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | None:

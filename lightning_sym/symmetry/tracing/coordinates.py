@@ -85,7 +85,7 @@ def rows_of(constant: Tensor, axes: tuple[int, ...]) -> NDArray[Any]:
             constant = constant.narrow(axis, 0, 1)
         return as_array(constant.reshape(1, -1))
     count = int(np.prod([constant.shape[axis] for axis in axes]))
-    rows = constant.permute(*axes, *others).reshape(count, -1)
+    rows = constant.permute((*axes, *others)).reshape(count, -1)
     rows = torch.view_as_real(rows.resolve_conj()).flatten(1) if rows.is_complex() else rows
     if rows.numel() <= _MANY:
         return as_array(rows)

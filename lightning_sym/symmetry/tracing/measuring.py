@@ -119,7 +119,7 @@ def _norm(
             wide = tensor.reshape(*shape[:axis], -1, size, *shape[axis + 1 :])
             gone = [other + (other > axis) for other in axes] + [axis + 1]
         kept = [axis for axis in range(wide.ndim) if axis not in gone]
-        return wide.permute(*kept, *gone).flatten(len(kept)).flatten(0, -2)
+        return wide.permute((*kept, *gone)).flatten(len(kept)).flatten(0, -2)
 
     def ratio(numbers: Tensor, result: Tensor, centred: bool) -> tuple[Tensor, Tensor] | None:
         """Return the mean square and the factor of each group; None if groups are not multiplied by one factor."""

@@ -94,7 +94,7 @@ def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:
     """Record the visible positions of units; only units with equal positions can be permuted."""
     label = trace.constraints.resolve(label)
     others = [axis for axis in range(shown.ndim) if axis not in label.axes]
-    rows = shown.permute(*label.axes, *others).reshape(label.size, -1).numpy()
+    rows = shown.permute((*label.axes, *others)).reshape(label.size, -1).numpy()
     _, kind = np.unique(rows, axis=0, return_inverse=True)
     tag = trace.constraints.derive_tags(label.tag.ravel(), kind.ravel())
     trace.see(Label((), label.atom.ravel(), tag, label.scale.ravel()).at(rows.any(1)))

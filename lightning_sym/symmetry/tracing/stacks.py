@@ -246,7 +246,7 @@ def _picked(name: str, args: Any, shape: tuple[int, ...]) -> Any:
     line = torch.arange(number.shape[0]).reshape(-1, *[1] * (number.ndim - 1))
     if number.shape[0] != value.members.size or not bool((core(number) == line).all()):
         return _MIXED
-    return index.members.number.reshape(*index.shape, *[1] * (value.ndim - 1)).expand(shape)
+    return index.members.number.reshape((*index.shape, *[1] * (value.ndim - 1))).expand(shape)
 
 
 def _contracted(node: fx.Node, args: Any, shape: tuple[int, ...]) -> Any:

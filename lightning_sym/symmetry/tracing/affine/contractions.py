@@ -61,7 +61,7 @@ def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
     )
     own = [letter for letter in letters if letter in out]
     order = sorted(range(len(own)), key=lambda at: out.index(own[at]))
-    array = array.permute(*range(lead), *(lead + at for at in order))
+    array = array.permute((*range(lead), *(lead + at for at in order)))
     sizes = {own[at]: size for at, size in zip(order, array.shape[lead:], strict=True)}
     return array.reshape([*array.shape[:lead], *(sizes.get(letter, 1) for letter in out)])
 
@@ -324,7 +324,7 @@ class Contractions(Algebra):
         """Move the summed axes of a thin array to the front. Shape (patterns, *thin)."""
         gone = [by.one.index(letter) for letter in by.gone]
         kept = [axis for axis in range(numbers.ndim) if axis not in gone]
-        moved = numbers.permute(*gone, *kept).flatten(0, len(gone) - 1) if gone else numbers[None]
+        moved = numbers.permute((*gone, *kept)).flatten(0, len(gone) - 1) if gone else numbers[None]
         return aligned(moved, "".join(by.one[axis] for axis in kept), by.out, 1)
 
     def _without_multiples(

@@ -93,7 +93,7 @@ class Move:
         if self.kind == "groups":
             return self._regrouped(array, lead)
         if self.kind == "permute":
-            return array.permute(*range(lead), *(lead + axis for axis in self.order))
+            return array.permute((*range(lead), *(lead + axis for axis in self.order)))
         if self.kind == "expand":
             extra = len(self.after) - len(self.before)
             return array.reshape([*array.shape[:lead], *[1] * extra, *array.shape[lead:]])
@@ -110,9 +110,9 @@ class Move:
         if count > 1:
             rows = torch.cat([array.new_zeros(count, 1), array.reshape(count, -1)], 1)
             results = [thinned(own) if self.kind == "other" else own for own in results]
-            results = [rows[:, own.reshape(-1)].reshape(*front, *own.shape) for own in results]
+            results = [rows[:, own.reshape(-1)].reshape((*front, *own.shape)) for own in results]
         else:
-            results = [own.reshape(*front, *own.shape) for own in results]
+            results = [own.reshape((*front, *own.shape)) for own in results]
         results = [self._joined(own, lead, thin) for own in results]
         return results if isinstance(made, (list, tuple)) else results[0]
 

@@ -708,7 +708,7 @@ class Located:
         """Return the derivative by the multiples of rows, of a shape that broadcasts to that of `rows.at`."""
         axes, sizes = rows.axes, [1 if axis in rows.axes else size for axis, size in enumerate(slopes.shape)]
         others = [axis for axis in range(slopes.ndim) if axis not in axes]
-        by, own = self.coefficient(rows), slopes.permute(*others, *axes).reshape(-1, len(rows.segments))
+        by, own = self.coefficient(rows), slopes.permute((*others, *axes)).reshape(-1, len(rows.segments))
         if len(rows.at) == 1:
             return (own @ by).reshape(1, *sizes).sum_to_size(rows.at.shape)
         summed = own.new_zeros(len(own), len(rows.at)).index_add(1, torch.from_numpy(rows.segments), own * by)

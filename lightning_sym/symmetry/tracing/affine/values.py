@@ -350,7 +350,7 @@ class Unknowns:
         if not axes:
             return own
         kept = [axis for axis in range(own.ndim) if axis not in axes]
-        rows = own.permute(*kept, *axes).reshape(math.prod(own.shape[axis] for axis in kept), -1).numpy()
+        rows = own.permute((*kept, *axes)).reshape(math.prod(own.shape[axis] for axis in kept), -1).numpy()
         result = np.zeros(len(rows), np.int64)
         at = np.flatnonzero(rows.any(1))
         first, like = distinct([rows[at]])

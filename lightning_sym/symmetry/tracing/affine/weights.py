@@ -271,7 +271,7 @@ class ByProduct(NamedTuple):
 
     def __call__(self, values: Tensor, weights: Weights) -> Tensor:
         """Return derived unknowns."""
-        given = values.expand(*values.shape[: values.ndim - len(self.whole)], *self.whole)
+        given = values.expand((*values.shape[: values.ndim - len(self.whole)], *self.whole))
         return torch.einsum(self.equation, given, weights.node(self.node).reshape(self.shape))
 
     def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
@@ -314,7 +314,7 @@ class ByKernel(NamedTuple):
         """Return the derivative by values of a shape, given that by the derived unknowns."""
         front = slopes.shape[: slopes.ndim - self.rank]
         back: Tensor = torch.einsum("...go,goc->...gc", slopes.reshape(*front, self.groups, -1), self._kernel(weights))
-        return back.reshape(*front, -1).sum_to_size(*front, math.prod(shape)).reshape(*front, *shape)
+        return back.reshape(*front, -1).sum_to_size(*front, math.prod(shape)).reshape((*front, *shape))
 
     def _kernel(self, weights: Weights) -> Tensor:
         kernel: Tensor = weights.node(self.node).reshape(self.shape)
