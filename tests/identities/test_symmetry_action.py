@@ -405,9 +405,9 @@ ATTENTION_CASES = {
     "attention_with_weights_per_head": functional(lambda s, x: (lambda h: (lambda y, w: (s.o(y), w))(*s.m(h, h, h,
         average_attn_weights=False)))(s.i(x)), SEQUENCE, [8, 8, 8, 8], 32, 32, [1], dense=[8, 8, *HEADS], i=of(L, 5, 8),
         m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
-    # Queries and keys are stacked in one weight, whose columns read both streams: these are mixed by one matrix.
+    # Queries read one stream, keys and values the other, by rows of one weight: a matrix mixes each stream.
     "cross_attention": functional(lambda s, x, y: (lambda q, k: s.o(s.m(q, k, k)[0]))(s.i(x), s.j(y)),
-        lambda: (torch.randn(2, 5, 5), torch.randn(2, 3, 4)), [8, 8, 8, 8], 32, 32, [2], dense=[8, 8, *HEADS],
+        lambda: (torch.randn(2, 5, 5), torch.randn(2, 3, 4)), [8, 8, 8, 8, 8], 40, 40, [2], dense=[8, 8, 8, *HEADS],
         i=of(L, 5, 8), j=of(L, 4, 8), m=of(nn.MultiheadAttention, 8, 2, batch_first=True), o=of(L, 8, 2)),
     "attention_other_widths": functional(lambda s, x, y: (lambda q, k: s.o(s.m(q, k, k)[0]))(s.i(x), s.j(y)),
         lambda: (torch.randn(2, 5, 5), torch.randn(2, 3, 4)), [8, 6, 8, 8, 8], 38, 38, [2], dense=[8, 6, 8, *HEADS],
@@ -419,9 +419,9 @@ ATTENTION_CASES = {
     # Pre-norm: the gammas of both norms against their readers.
     "encoder_layer_norm_first": Case(of(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True, norm_first=True),
         (2, 5, 8), [8, 8, 16], 48, 32, [2, f(16)], dense=HEADS),
-    # The memory is an input, and the columns that read it read the second norm, too: two gammas are free.
+    # The memory is an input. Rows that read the second norm and rows that read it are apart: three gammas are free.
     "decoder_layer_norm_first": Case(of(nn.TransformerDecoderLayer, 8, 2, 16, batch_first=True, norm_first=True,
-        activation="gelu"), lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)), [8, 8, 8, 8, 16], 16 + 32, 16 + 32,
+        activation="gelu"), lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)), [8, 8, 8, 8, 16], 16 + 40, 16 + 40,
         [2, 2, f(16)], dense=HEADS + HEADS),
     # Stream 8 with rotations and one sign; three norms; heads; feed-forward 16, GELU.
     "vision_transformer": Case(of(VisionTransformer, 8, 4, 1, 2, 8, 16, num_classes=3), IMAGE, [8, 8, 8, 16], 24 + 16,
@@ -473,7 +473,7 @@ def example(shape: Any) -> tuple[Tensor, ...]:
 SHIFTS = {
     "group_norm_1": 1, "dropout": 7, "log_softmax_head": 9, "dense_block": 10, "cat": 12, "mlp_linear": 15,
     "index_some": 24, "attention_other_widths": 38, "cross_attention": 40, "convnext": 49, "encoder_layer": 66,
-    "encoder_layer_norm_first": 73, "decoder_layer_norm_first": 98, "vision_transformer": 178, "swin_transformer":
+    "encoder_layer_norm_first": 73, "decoder_layer_norm_first": 106, "vision_transformer": 178, "swin_transformer":
     277,
     **dict.fromkeys(["group_norm", "group_norm_no_eps", "conv1d", "batch_norm_after_relu",
         "batch_norm_no_statistics", "vector_in_front", "linear_conv", "upsample_linear"], 4),
@@ -505,7 +505,7 @@ def test_function_is_kept(name: str) -> None:
 # What notes say besides: linear layers in a row wider than what goes in or comes out, whose nullity depends on weights.
 WIDE = ["mlp_linear", "vector_in_front_of_matrices", "vector_times_vector", "dropout", "linear_conv", "upsample_linear",
     "write_into_slice", "masked_attention", "causal_attention", "self_attention", "attention_with_weights",
-    "attention_with_weights_per_head", "attention_other_widths", "dense_block"]  # fmt: skip
+    "attention_with_weights_per_head", "attention_other_widths", "cross_attention", "dense_block"]  # fmt: skip
 NOTES = {
     **dict.fromkeys(WIDE, "incoming or outgoing numbers"),
     "minimum_with_constant": "biases could absorb",

@@ -287,6 +287,36 @@ def of_difference(s: Any, x: Tensor) -> Tensor:
     return s.o((one - s.w * two) @ s.v(x))
 
 
+# ---- cross-attention
+
+
+CROSS = {"i": of(L, 5, 4), "j": of(L, 6, 4), "m": of(nn.MultiheadAttention, 4, 2, batch_first=True), "o": of(L, 4, 6)}
+
+
+def two_sequences(samples: int) -> tuple[Tensor, ...]:
+    return torch.randn(samples, 3, 5, dtype=torch.float64), torch.randn(samples, 4, 6, dtype=torch.float64)
+
+
+def in_two_products(s: Any, x: Tensor, y: Tensor) -> Tensor:
+    (w, u), (c, d) = (own.split([4, 8]) for own in (s.m.in_proj_weight, s.m.in_proj_bias))
+    return crossed(s, s.i(x) @ w.T + c, *F.linear(s.j(y), u, d).chunk(2, -1))
+
+
+def in_three_products(s: Any, x: Tensor, y: Tensor) -> Tensor:
+    weights, biases = s.m.in_proj_weight.chunk(3), s.m.in_proj_bias.chunk(3)
+    return crossed(s, *(F.linear(*own) for own in zip((s.i(x), s.j(y), s.j(y)), weights, biases, strict=True)))
+
+
+def crossed(s: Any, *packed: Tensor) -> Tensor:
+    q, k, v = (own.unflatten(-1, (2, 2)).transpose(1, 2) for own in packed)
+    return s.o(s.m.out_proj(((q @ k.mT) / math.sqrt(2)).softmax(-1).matmul(v).transpose(1, 2).flatten(2)))
+
+
+def by_module(s: Any, x: Tensor, y: Tensor) -> Tensor:
+    memory = s.j(y)
+    return s.o(s.m(s.i(x), memory, memory, need_weights=False)[0])
+
+
 # ---- activations
 
 
@@ -371,6 +401,8 @@ TRIED: dict[str, Function] = {
         each(GROUPED, lambda first: lambda s, x: s.b(torch.relu(first(s, x))))),
     "short filter": Function({"i": of(L, 9, 6), "w": parameter(3, 3), "o": of(L, 3, 5)}, steps(9), 9,
         {"shifted copies": short_filter}),
+    "cross-attention": Function(CROSS, two_sequences, 84,
+        {"module": by_module, "two products": in_two_products, "three products": in_three_products}, samples=60),
     "rational activation": Function({"a": of(L, 6, 4), "p": parameter(3), "q": parameter(2), "b": of(L, 4, 7)},
         steps(6), 2, each(RATIOS, lambda ratio: lambda s, x: s.b(ratio(s, s.a(x)))), samples=80),
     "scores of two towers": Function({"a": of(L, 5, 3), "b": of(L, 4, 3)}, two_inputs(5, 4), 9, each(SCORES, towers)),

@@ -2,19 +2,22 @@
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.nodes import memories_of
+from lightning_sym.symmetry.tracing.nodes import ancestors, memories_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 
 def cut_parameters(capture: Capture, whole: set[str]) -> None:
-    """Cut a vector into pieces if a network reads a part of it as a weight with several axes.
+    """Cut parameters into pieces that a network reads as the weights of several layers.
+
+    A vector is cut if some part of it is read as a weight with several axes. A matrix is cut if parts of it contract
+    values of different origin, as in cross-attention: their incoming units are not the same.
 
     Args:
         capture: The network. Its graph is changed.
@@ -22,11 +25,21 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
     """
     for node, name in list(capture.states.items()):
         value = node.meta.get("val")
-        if name in whole or name in capture.buffers or not isinstance(value, Tensor) or value.ndim != 1:
+        if name in whole or name in capture.buffers or not isinstance(value, Tensor) or value.ndim > 2:
             continue
         readers = _readers(node)
+        if value.ndim == 2 and len(readers) < 2:
+            continue
         pieces = {read: _piece(name, value, read) for read in readers}
-        if any(_is_weight(read, users) for read, users in readers.items()) and _are_apart(pieces.values()):
+        origins: dict[Piece, set[fx.Node]] = {}
+        for read, users in readers.items():
+            origins.setdefault(pieces[read], set()).update(_origins(read, users, capture.states))
+        if value.ndim == 1:
+            several = any(origins.values())
+        else:  # the parameters that a table is multiplied by are no values
+            outside = [frozenset(node for node in own if not node.args) for own in origins.values()]
+            several = all(outside) and len(set(outside)) > 1
+        if several and _are_apart(origins):
             _cut(capture, node, dict(sorted(readers.items(), key=lambda own: pieces[own[0]].start)), pieces)
             found = {piece.start: piece for piece in pieces.values() if piece.stop > piece.start}
             capture.pieces[name] = _filled(name, value.numel(), [found[start] for start in sorted(found)])
@@ -55,15 +68,26 @@ def _shows(node: fx.Node, state: fx.Node) -> bool:
     return in_order and views and memories_of(node) == memories_of(state)
 
 
-def _is_weight(read: fx.Node, users: Sequence[fx.Node]) -> bool:
-    """Whether a part of a parameter has several axes and is contracted with values, like the weight of a layer."""
-    if sum(size > 1 for size in read.meta["val"].shape) < 2:
-        return False
-    left = list(users)
+def _origins(read: fx.Node, users: Sequence[fx.Node], states: Collection[fx.Node]) -> set[fx.Node]:
+    """Return what the values depend on that a part of a parameter contracts as the weight of a layer.
+
+    Args:
+        read: The part.
+        users: Its readers.
+        states: The parameters and buffers.
+
+    Returns:
+        Parameters and inputs of the network, or the contraction itself for those of parameters only. Nothing for
+        a vector.
+    """
+    found, left = set[fx.Node](), list(users) if sum(size > 1 for size in read.meta["val"].shape) > 1 else []
     for user in left:
         if name_of(user) in operations(Trait.MOVE | Trait.CAST):
             left += user.users
-    return any(name_of(user) in operations(Trait.CONTRACT) for user in left)
+        elif name_of(user) in operations(Trait.CONTRACT):
+            origins = [{own for own in ancestors(given) if not own.args} for given in user.all_input_nodes]
+            found |= set().union(*(own for own in origins if not own <= {*states})) or {user}
+    return found
 
 
 def _piece(name: str, whole: Tensor, read: fx.Node) -> Piece:
