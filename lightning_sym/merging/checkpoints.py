@@ -383,7 +383,7 @@ def _alignment_of(
             if unchanged:
                 return symmetry, aligned, largest
     # Any element may act.
-    symmetry = trace_symmetry(networks[0], *example.positional, output=example.output, **example.keywords)
+    symmetry = trace_symmetry(networks[0], example)
     aligned = find(symmetry)
     return symmetry, aligned, _check_unchanged(symmetry, aligned, networks)
 

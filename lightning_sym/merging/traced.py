@@ -41,9 +41,7 @@ def linear_symmetry(network: nn.Module, example: Call) -> Symmetry:
     key = _key(network, example)
     symmetry = _traced.get(key)
     if symmetry is None or not _fits(symmetry, network):
-        symmetry = trace_symmetry(
-            network, *example.positional, output=example.output, check=False, shifts=False, **example.keywords
-        )
+        symmetry = trace_symmetry(network, example, check=False, shifts=False)
         if key is not None and _has_no_zeros(symmetry, network):
             _traced[key] = symmetry
     if key in _traced:

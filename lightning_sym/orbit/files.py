@@ -151,7 +151,7 @@ def reparametrize_checkpoint(
         network, inputs = model.network, example_of(model) if inputs is None else inputs
     read = Checkpoint.read(source.file, network, prefix, ignore=ignore)
     example = example_in(next(iter(read.network.parameters())).dtype, inputs)
-    symmetry = trace_symmetry(read.network, *example.positional, output=example.output, **example.keywords)
+    symmetry = trace_symmetry(read.network, example)
     if moving := sorted(read.ignored & set(symmetry.structure.moving)):
         raise ValueError(
             f"ignore leaves out {moving[0]}, which has to move with the other weights; expected patterns of "

@@ -102,28 +102,38 @@ def uncharted(
     """Convert tensors from the coordinates of the group back to those of the network.
 
     Args:
-        named: Names and tensors in the coordinates of the group.
+        named: Names and tensors in the coordinates of the group; all pieces of a parameter in a row.
         charts: The added numbers and the pieces.
         like: The network's current tensors, for the dtypes and for pieces that are not given.
 
     Yields:
         Names and tensors of the network.
     """
-    owners = charts.owners
-    made: dict[str, dict[str, Tensor]] = {}
+    owners, current, cut = charts.owners, "", set[str]()
+    parts: dict[str, Tensor] = {}
     for name, tensor in named:
         owner, added = owners.get(name, name), charts.added.get(name)
         held = tensor if added is None else _sum(tensor, added, -1).to(like[owner].dtype)
+        if parts and owner != current:
+            yield current, _joined(charts, current, parts, like)
+            parts = {}
         if owner == name:
             yield name, held
-        else:
-            made.setdefault(owner, {})[name] = held
-    for owner, parts in made.items():
-        whole = like[owner].detach().clone(memory_format=torch.contiguous_format)
-        for name, part in charts.parts_of(owner, whole):
-            if name in parts:
-                part.copy_(parts[name])
-        yield owner, whole
+            continue
+        assert owner == current or owner not in cut, f"the pieces of {owner} are not in a row"
+        current, parts[name] = owner, held
+        cut.add(owner)
+    if parts:
+        yield current, _joined(charts, current, parts, like)
+
+
+def _joined(charts: Charts, owner: str, parts: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> Tensor:
+    """Return a parameter with some of its pieces replaced."""
+    whole = like[owner].detach().clone(memory_format=torch.contiguous_format)
+    for name, part in charts.parts_of(owner, whole):
+        if name in parts:
+            part.copy_(parts[name])
+    return whole
 
 
 def _sum(tensor: Tensor, added: float | tuple[float, ...], sign: int = 1) -> Tensor:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sym.merging import merge_checkpoints
 from lightning_sym.symmetry import canonicalize, orbit_tangents, trace_symmetry, weight_matching
 
 EXACT = 1e-12
@@ -130,3 +131,44 @@ def test_what_is_cut_elsewhere_at_another_length_stays_whole():
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     symmetry = trace_symmetry(network, x, more_examples=[x[:, :3]])
     assert list(symmetry.tensors(network)) == ["flat"]
+
+
+class Decoder(nn.Module):
+    """Layers around one with cross-attention, whose packed matrix reads two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8), nn.Linear(12, 8)
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True, norm_first=True, dropout=0.0)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.head(self.layer(self.first(x), self.second(memory)))
+
+
+def test_rows_of_a_matrix_that_read_different_values_move_apart(tmp_path):
+    torch.manual_seed(0)
+    network, given = Decoder().double().eval(), tuple(torch.randn(2, n, 12, dtype=torch.float64) for n in (3, 4))
+    symmetry = trace_symmetry(network, given)
+    weight = "layer.multihead_attn.in_proj_weight"
+    assert [name for name in symmetry.tensors(network) if "[" in name] == [f"{weight}[0:64]", f"{weight}[64:192]"]
+    element = symmetry.sample(torch.Generator().manual_seed(1))
+    other = symmetry.act(element, network)
+    torch.testing.assert_close(other(*given), network(*given), rtol=EXACT, atol=EXACT)
+    forms = [canonicalize(symmetry, own).network.state_dict() for own in (network, other)]
+    torch.testing.assert_close(*forms, rtol=1e-10, atol=1e-10)
+    signs = symmetry.act(
+        symmetry.sample(torch.Generator().manual_seed(2), scale=0, mixing=False, shifts=False), network
+    )
+    match = weight_matching(symmetry, network, signs)
+    torch.testing.assert_close(
+        symmetry.act(match.element, signs).state_dict(), network.state_dict(), rtol=EXACT, atol=EXACT
+    )
+    # On files, one tensor after the other.
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("network", "other", "signs", "merged")}
+    save_file({name: own.contiguous() for name, own in network.state_dict().items()}, files["network"])
+    save_file({name: own.contiguous() for name, own in signs.state_dict().items()}, files["signs"])
+    symmetry.act_on_files(element, files["network"], files["other"])
+    torch.testing.assert_close(load_file(files["other"]), dict(other.state_dict()), rtol=EXACT, atol=EXACT)
+    merge_checkpoints([files["network"], files["signs"]], files["merged"], network=Decoder().double(), inputs=given)
+    torch.testing.assert_close(load_file(files["merged"]), dict(network.state_dict()), rtol=EXACT, atol=EXACT)
