@@ -176,7 +176,7 @@ class SymmetryTeleportation(Callback):
         elif self.members != "all":
             own = [number for number in own if number in self.members]
         networks = {number: task.population.network(number) for number in own}
-        # Members whose last step overflowed do not move. Their next loss stops them alone.
+        # A member whose last step overflowed does not move; its next loss stops it.
         return {
             number: network
             for number, network in networks.items()

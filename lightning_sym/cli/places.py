@@ -46,10 +46,13 @@ def find_own_modules(args: Sequence[str]) -> None:
 
 
 def named_modules(args: Sequence[str]) -> list[str]:
-    """Return the modules of classes that options name, apart from those in files and those that are known.
+    """Return the modules of classes and functions that options name, except those in files and those that are known.
+
+    A dotted text may also name a file, such as ``digits.npz``. So a name counts only if the parser has imported a class
+    or function of that name.
 
     Args:
-        args: Options after the command.
+        args: Options after the command, which are parsed already.
     """
     typed: list[str] = []
     waiting = False
@@ -58,9 +61,19 @@ def named_modules(args: Sequence[str]) -> list[str]:
         if not (config or waiting):
             typed.append(arg)
         waiting = config and "=" not in arg
-    named = (kind.rpartition(".")[0] for _, kind, _ in classes(merge(read_given(typed))))
-    modules = (name for name in named if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name))
-    return list(dict.fromkeys(name for name in modules if name.partition(".")[0] not in _KNOWN))
+    named = [kind for _, kind, _ in classes(merge(read_given(typed))) if kind.partition(".")[0] not in _KNOWN]
+    return list(dict.fromkeys(kind.rpartition(".")[0] for kind in named if _is_imported(kind)))
+
+
+def _is_imported(path: str) -> bool:
+    """Return whether a dotted path leads to a class or function in a module that has been imported."""
+    module, *rest = path.split(".")
+    while rest and f"{module}.{rest[0]}" in sys.modules:
+        module, rest = f"{module}.{rest[0]}", rest[1:]
+    found: Any = sys.modules.get(module)
+    for name in rest:
+        found = getattr(found, name, None)
+    return bool(rest) and callable(found)
 
 
 def check_files(files: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -130,6 +131,9 @@ def test_a_data_set_and_a_zoo_and_a_function_of_ones_own():
     assert json.loads(Path("zoo/manifest.json").read_text())["architecture"]["class_path"] == "own_nets.made"
     refused = call("evidence", "zoo", *DATA)
     assert "own_nets.made, which is not in the allow-list" in refused.error  # a file names it, not the command line
+    np.savez("own_nets.npz", inputs=np.zeros((90, 1, 8, 8), np.float32), targets=np.arange(90) % 10)
+    refused = call("evidence", "zoo", "--data=TensorDataModule", "--data.train=own_nets.npz", DATA[-1])
+    assert "own_nets.made, which is not in the allow-list" in refused.error  # nor does the name of a file of data
     assert not Path("runs").exists()
     succeed("evidence", "zoo", *DATA, "--model.allow=[own_nets]")
     succeed("evidence", "zoo", *DATA, "--model.allow=[own_nets]")

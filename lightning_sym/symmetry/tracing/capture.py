@@ -31,9 +31,9 @@ from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, te
 from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
+_PLAIN = (bool, int, float, str, type(None))  # attributes of modules that hold no tensors
 # Leaf modules run as one operation, so that rules for module classes apply to them. The operation looks up its result
 # shapes here.
-_PLAIN = (bool, int, float, str, type(None))
 _LEAVES: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
 
 

@@ -69,7 +69,7 @@ def _shows(node: fx.Node, state: fx.Node) -> bool:
 
 
 def _origins(read: fx.Node, users: Sequence[fx.Node], states: Collection[fx.Node]) -> set[fx.Node]:
-    """Return what the values depend on that a part of a parameter contracts as the weight of a layer.
+    """Return the sources of all values that a part of a parameter multiplies as the weight of a layer.
 
     Args:
         read: The part.
