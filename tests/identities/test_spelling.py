@@ -32,6 +32,7 @@ EVERY = "every spelling"
 MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHORT: dict[str, Collection[str]] = {
     "norm per head": EVERY,
+    "scores of places": EVERY,  # both factors read x: one may change by M times the other, with an antisymmetric M
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
 }

@@ -342,6 +342,21 @@ SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+HEAD_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda u, v: (u * v).sum(-1),
+    "mean": lambda u, v: (v * u).mean(dim=2) * 3,
+    "einsum": lambda u, v: torch.einsum("bhd,bhd->bh", u, v),
+    "matmul": lambda u, v: (u[:, :, None] @ v[..., None]).flatten(1),
+}
+PLACE_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda u, v: (u * v).sum(1),
+    "moved": lambda u, v: (u.movedim(1, -1) * v.movedim(1, -1)).sum(-1),
+    "mean": lambda u, v: 4 * (u * v).mean(1),
+    "einsum": lambda u, v: torch.einsum("bchw,bchw->bhw", u, v),
+    "matmul": lambda u, v: (u.movedim(1, -1)[..., None, :] @ v.movedim(1, -1)[..., None])[..., 0, 0],
+}
+
+
 def towers(score: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
     return lambda s, x, y: score(s.a(x), s.b(y))
 
@@ -406,6 +421,11 @@ TRIED: dict[str, Function] = {
     "rational activation": Function({"a": of(L, 6, 4), "p": parameter(3), "q": parameter(2), "b": of(L, 4, 7)},
         steps(6), 2, each(RATIOS, lambda ratio: lambda s, x: s.b(ratio(s, s.a(x)))), samples=80),
     "scores of two towers": Function({"a": of(L, 5, 3), "b": of(L, 4, 3)}, two_inputs(5, 4), 9, each(SCORES, towers)),
+    "scores of heads": Function({"a": of(L, 7, 6), "b": of(L, 8, 6)}, two_inputs(7, 8), 18,
+        each(HEAD_SCORES, lambda score: towers(lambda u, v: score(u.unflatten(-1, (2, 3)), v.unflatten(-1, (2, 3))))),
+        samples=80),
+    "scores of places": Function({"a": of(C, 2, 4, 3), "b": of(C, 2, 4, 3)}, images(2, 5), 28,
+        each(PLACE_SCORES, lambda score: lambda s, x: score(s.a(x), s.b(x)))),
     "scores of pairs of tokens": Function({"a": of(nn.Embedding, 7, 3), "b": of(nn.Embedding, 6, 3)},
         lambda samples: (torch.randint(7, (samples,)), torch.randint(6, (samples,))), 9, each(SCORES, towers),
         samples=300),

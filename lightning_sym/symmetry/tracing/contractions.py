@@ -212,7 +212,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     )
     if not own and not other:
         first, second = (_ordered(r, part, term, batch + summed) for part, term in ((first, one), (second, two)))
-        if len(summed) == 1 and _only_samples(r, first, second):
+        if len(summed) == 1 and _are_vectors(r, first, second, len(batch)):
             row, column = r.insert(aten.unsqueeze.default, first, -2), r.insert(aten.unsqueeze.default, second, -1)
             result = r.insert(aten.select.int, r.insert(aten.matmul.default, row, column), -1, 0)
             result = r.insert(aten.select.int, result, -1, 0)
@@ -248,12 +248,12 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     return _ordered(r, result, batch + own + other, out)
 
 
-def _only_samples(r: Rewriter, first: fx.Node, second: fx.Node) -> bool:
-    """Return whether two values of one shape differ, and no axis of either but the last may hold units."""
-    last = len(r.shape(first)) - 1
-    return first is not second and all(
-        r.made_of(part) == "inputs" and unit_axes(r, part) <= {last} for part in (first, second)
-    )
+def _are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
+    """Return whether two values of one shape differ, and units index one of their axes, or none."""
+    if first is second or any(r.made_of(part) != "inputs" for part in (first, second)):
+        return False
+    units = [unit_axes(r, part) for part in (first, second)]
+    return all(axis in own or not own for own in units)
 
 
 def _rows(r: Rewriter, letters: str, factor: fx.Node, free: str) -> tuple[str, str]:
@@ -488,9 +488,10 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     one, two = map(set, terms)
     # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
-    if made == {"inputs"} and one == two and not (summed == {letters[-1]} and _only_samples(r, parts[0], parts[1])):
-        return None
-    if made == {"inputs"} and one != two and len((one & two) - summed) > 1 and (one <= two or two <= one):
+    if made == {"inputs"} and one == two:
+        if len(axes) > 1 or not _are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
+            return None
+    elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
@@ -500,18 +501,18 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the mean over the last axis of an elementwise product of two values as their scaled product."""
+    """Rewrite the mean over one axis of an elementwise product of two values as their scaled product."""
     product = node.args[0]
-    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not r.only_for(product, node):
+    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not r.only_for(product, node) or node.kwargs:
         return None
-    first, second = product.args[:2]
-    last = len(r.shape(product)) - 1
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or reduced(node, last + 1) != {last}:
+    (first, second), gone = product.args[:2], reduced(node, len(r.shape(product)))
+    if len(gone) != 1 or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
-    if node.kwargs or r.shape(first) != r.shape(second) or not _only_samples(r, first, second):
+    (axis,) = gone
+    if r.shape(first) != r.shape(second) or not _are_vectors(r, first, second, axis):
         return None
     total = r.insert(aten.sum.dim_IntList, product, *node.args[1:])
-    return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[last])
+    return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[axis])
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | None:
