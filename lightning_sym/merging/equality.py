@@ -283,8 +283,12 @@ def weight_difference(
                 noise, _slices(torch.where(rounded == own, 0.0, rounded - own)), strict=True
             ):
                 total += squares / _DRAWS
+        slots = symmetry.structure.slots_of.get(name, [])
+        mixed = {own.axes[0] for own in slots if symmetry.structure.kinds_at(own) & {"matrices", "rotations"}}
         for (axis, squares), total, (_, size) in zip(apart, noise, _slices(mine), strict=True):
-            times = _times(squares.sqrt(), limit * (total.sqrt() + rounding * size.sqrt()))
+            # Entries of a fitted matrix have errors relative to its largest one: they mix other slices into each.
+            known = size + size.mean() if axis in mixed else size
+            times = _times(squares.sqrt(), limit * (total.sqrt() + rounding * known.sqrt()))
             if times.numel() and not float(times.max()) <= worst:
                 worst, place = float(times.max()), int(times.argmax())
                 where = name if axis is None else f"{name} at {place} of axis {axis}"

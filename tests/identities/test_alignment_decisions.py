@@ -21,11 +21,12 @@ from torch import nn
 from lightning_sym.connectivity import average
 from lightning_sym.merging import align, merge
 from lightning_sym.merging.alignment import AlignOptions, aligned_without_search
-from lightning_sym.merging.equality import equality, rounding_of
+from lightning_sym.merging.equality import equality, rounding_of, weight_difference
 from lightning_sym.merging.sketches import sketched
 from lightning_sym.networks import VisionTransformer
 from lightning_sym.symmetry import parameter_distance, trace_symmetry
 from lightning_sym.symmetry.matching.balanced import check_networks
+from lightning_sym.symmetry.tracing.capture import state_tensors
 
 NETWORKS = OURS | TORCHVISION
 SMALL = [name for name in NETWORKS if name not in ("resnet44", "resnet56", "tv_mobilenet_v2", "tv_squeezenet")]
@@ -204,6 +205,27 @@ def test_planted_elements_are_found_and_equal(make):
         symmetry, parent, moved, (symmetry.identity(), found.elements[1]), rounding_of(torch.float32), seed=0
     )
     assert [own.answer for own in answers] == ["same function", "equal"]
+
+
+def test_a_small_bias_may_carry_the_rounding_of_a_fitted_matrix():
+    """A fitted matrix has errors of its largest entry in all entries: they mix large biases into a small one."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 5), nn.Tanh()).double().eval()
+    with torch.no_grad():
+        network[2].bias[1] = 1e-7
+    symmetry, rounding = trace_symmetry(network, torch.randn(3, 9, dtype=torch.float64)), rounding_of(torch.float32)
+    tensors, noise = state_tensors(network), torch.randn(4, 4, dtype=torch.float64)
+    times = [
+        weight_difference(
+            symmetry,
+            tensors,
+            tensors,
+            symmetry.identity().replaced(dense=(torch.eye(4, dtype=torch.float64) + size * noise,)),
+            rounding,
+        )[0]
+        for size in (rounding, 1e3 * rounding)
+    ]
+    assert times[0] < 1 < times[1]
 
 
 @pytest.mark.long
