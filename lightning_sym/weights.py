@@ -267,7 +267,14 @@ def match_weights(
     fitting = [one for one in fitting if not one.lead] or fitting
     notes: tuple[str, ...] = ()
     if not fitting:
-        closest = min(found, key=lambda one: len(one.missing), default=None)
+        # A name such as "weight" without its module is found by accident.
+        likely = [one for one in found if not one.lead or 2 * len(one.missing) < len(needed)]
+        likely = likely or [_Names("", "", keys, places, tied, patterns)]
+        closest = min(likely, key=lambda one: len(one.missing))
+        if prefix is not None and not any(key.startswith(closest.start) for key in keys):
+            fit = [repr(start) for start, lead in _starts(keys, places, tied, None) if not lead]
+            proposal = f"expected {' or '.join(fit[:3])}" if fit else "leave it out to search for one"
+            raise ValueError(f"No name in {source} begins with the prefix {prefix!r} (--prefix); {proposal}.")
         raise ValueError(_missing(tensors, needed, closest, kind, source, described, proposing=ignore is not None))
     if len(fitting) > 1:
         starts = ", ".join(repr(one.start) for one in fitting)
@@ -554,19 +561,19 @@ def _tensors(content: object, path: str = "", depth: int = 0, *, source: str) ->
 def _missing(
     tensors: Mapping[str, Tensor],
     needed: list[str],
-    closest: _Names | None,
+    closest: _Names,
     kind: str,
     source: str,
     described: str | Path | None,
     *,
     proposing: bool,
 ) -> str:
-    missing = needed if closest is None else closest.missing
+    missing = closest.missing
     remedy = "pass the class and the arguments that the network was built with"
     if described is not None:
         remedy = f"check that all its shards are there, and that {described} describes the network of these weights"
     proposal = ""
-    if proposing and closest is not None and 2 * len(missing) < len(needed):
+    if proposing and 2 * len(missing) < len(needed):
         others = {closest.expected(name) for name in needed} - {*missing}
         proposal = f", or leave them out with --ignore {_pattern(missing, others)}"
     return (

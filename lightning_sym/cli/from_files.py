@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from lightning_sym._text import nearest
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.checking import checked_options
 from lightning_sym.cli.given import (
     FIGURES,
     arguments_of,
     class_of,
+    meant,
     merge,
     read_given,
     separated,
@@ -111,7 +111,7 @@ Example:
         given, known = merge(read_given(mine)), (*_OWN, *_ALSO)
         for option in rest:
             if _first(option) not in known:
-                hint = _ELSEWHERE.get(_first(option)) or nearest(_first(option), known)
+                hint = _ELSEWHERE.get(_first(option)) or meant(_first(option), known)
                 raise ValueError(f"{self.name} has no option '{_first(option)}'.{hint}")
         if wrong := without_value(options):
             raise ValueError(wrong)

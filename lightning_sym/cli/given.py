@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lightning_sym._documents import load_yaml
-from lightning_sym._text import initials, nearest
+from lightning_sym._text import LARGEST_SEED, initials, nearest
 
 Tree = dict[str, Any]
 
@@ -22,6 +22,8 @@ SETTINGS = (
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
 _HELP = ("-h", "--help", "--print_config")  # take no value
+# Words for options of the commands that have them.
+_SYNONYMS = dict.fromkeys(("architecture", "arch", "model", "net", "class"), "network") | {"save": "out", "to": "out"}
 # Sizes that follow from the data, and are linked from a datamodule into a task's network.
 LINKED = ("in_channels", "image_size", "num_classes")
 # Sections with a fixed class, which files do not name.
@@ -108,10 +110,15 @@ def read_own(
     given = merge(read_given(options))
     for name in given:
         if name not in known:
-            raise ValueError(f"{command} has no option '{name}'.{nearest(name, known)}")
+            raise ValueError(f"{command} has no option '{name}'.{meant(name, known)}")
         if name in flags and not isinstance(given[name], bool):
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
     return {name: value for name, value in given.items() if name not in flags or value}, names
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return a question with the option that a word means; empty if there is none."""
+    return nearest(name, known) or nearest(_SYNONYMS.get(name, name), known)
 
 
 def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
@@ -124,6 +131,18 @@ def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
     if name in given and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
     return value
+
+
+def seed_of(given: Tree, default: Any = None) -> Any:
+    """Return the seed that was given, or the default.
+
+    Raises:
+        ValueError: If it is no whole number, or out of the range of seeds.
+    """
+    found = whole(given, "seed", 0, default)
+    if found is not None and found > LARGEST_SEED:
+        raise ValueError(f"--seed takes a whole number from 0 to {LARGEST_SEED}, got {found}.")
+    return found
 
 
 def number(given: Tree, name: str) -> float:
