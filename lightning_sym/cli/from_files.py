@@ -19,6 +19,7 @@ from lightning_sym.cli.given import (
     class_of,
     meant,
     merge,
+    prefix_of,
     read_given,
     separated,
     unknown_option,
@@ -135,7 +136,7 @@ Example:
             raise ValueError(f"Missing: {', '.join(missing)}.")
         folder = Path(str(given["out"])) if "out" in given else _free_folder(Path("runs") / self.name)
         imported = Path(files[0]) if zoo else folder / _ZOO
-        prefix = None if given.get("prefix") is None else str(given["prefix"])
+        prefix = prefix_of(given)
         allow = arguments_of(merged.get("model")).get("allow") or []
         return Question(
             Asked(tuple(files), given.get("network"), imported, prefix, data),

@@ -17,7 +17,7 @@ from typing import Any
 from lightning_sym._checkpoint_files import check_described, check_out, check_whole, locate
 from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, read_own, seed_of, shape_of, whole
+from lightning_sym.cli.given import arguments_of, class_of, prefix_of, read_own, seed_of, shape_of, whole
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -184,7 +184,7 @@ def read_options(args: Sequence[str]) -> Asked:
         rank=whole(given, "rank", 1),
         data=given.get("data"),
         points=whole(given, "points", 2, 11),
-        prefix=None if given.get("prefix") is None else str(given["prefix"]),
+        prefix=prefix_of(given),
         shape=shape_of(given["input"]) if "input" in given else None,
         tokens=whole(given, "tokens", 1),
         seed=seed_of(given),

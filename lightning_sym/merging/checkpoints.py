@@ -208,7 +208,7 @@ def merge_checkpoints(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
     others = (*_strangers(asked, aligned), *notes, *differing, *converted)
-    others += _notes(network, data, recalibrate or align_only)
+    others += _notes(network, data, recalibrate or align_only or len(networks) == 1)
     others += symmetry.notes if aligned.moved else ()
     if math.isnan(symmetry.worst_error):  # traced in part
         reason = "as no network needs them" if aligned.moved else "as no network moves"

@@ -672,6 +672,15 @@ def test_tables_explain_their_columns_and_an_existing_report_names_a_remedy() ->
     assert "cosine" not in single  # there is no other network
 
 
+def test_the_statistics_of_one_network_are_no_averages() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    file = as_state_dict(network, "a.pt")
+    for files, method, averages in (([file], "passthrough", False), ([file, file], "linear", True)):
+        out = f"{method}.safetensors"
+        found = merge_checkpoints(files, out, network=network, inputs=X, method=method)
+        assert any("statistics are averages" in note for note in found.notes) == averages
+
+
 def test_passthrough_merges_one_file() -> None:
     a = perceptron()
     succeed("merge", as_state_dict(a, "a.pt"), *MLP, "--method=passthrough", "--scale=0.5", "--out=m.safetensors")

@@ -115,6 +115,10 @@ $ spectrum a.pt --arch=own_nets.Net
 spectrum has no option 'arch'. Did you mean 'network'?
 $ merge --network=own_nets.Net --method=passthrough --out=m.safetensors
 Expected two or more checkpoints, got none.
+$ merge MODELS --out=m.safetensors --base=
+Option 'base' has no value; give one, as in --base VALUE.
+$ reparametrize ONE --objective=weight_norm --factors=
+Option 'factors' has no value; give one, as in --factors VALUE.
 $ merge MODELS --out=m.safetensors --seed=4294967296
 --seed takes a whole number from 0 to 4294967295, got 4294967296.
 $ reparametrize ONE --objective=weight_norm --seed=99999999999999999999

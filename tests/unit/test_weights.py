@@ -333,3 +333,23 @@ def test_a_prefix_that_no_name_has_is_named_with_those_that_fit() -> None:
     says = "No name in The state dict begins with the prefix 'nix' (--prefix); expected 'student.' or 'teacher.'."
     assert_refused(match_weights, held, Plain(), prefix="nix", says=says)
     assert match_weights(held, Plain(), prefix="teacher").prefix == "teacher."
+
+
+@pytest.mark.parametrize(("shorter", "longer"), [("", "model."), ("model.", "model.model."), ("", "ema.model.")])
+def test_one_of_two_copies_is_read_by_its_prefix_though_the_other_has_a_longer_one(shorter: str, longer: str) -> None:
+    one, two = Plain().state_dict(), {name: own + 1 for name, own in Plain().state_dict().items()}
+    held = {shorter + name: own for name, own in one.items()} | {longer + name: own for name, own in two.items()}
+    for prefix, wanted, others in ((shorter, one, longer), (longer, two, shorter)):
+        fit = match_weights(held, Plain(), prefix=prefix)
+        assert all(torch.equal(fit.tensors[name], own) for name, own in wanted.items())
+        assert {*fit.outside} == {others + name for name in one}
+        assert not fit.extras
+
+
+def test_an_empty_prefix_is_a_value_on_the_command_line() -> None:
+    state = Plain().state_dict()
+    torch.save({**state, **{f"model.{name}": own + 1 for name, own in state.items()}}, "two.pt")
+    command = ("import", "two.pt", "--network=my_networks.Plain", "--out=zoo")
+    assert "several prefixes ('', 'model.'); choose one as prefix (--prefix)" in call(*command).error
+    succeed(*command, "--prefix=")
+    assert torch.equal(read_weights("zoo/member-0000.safetensors")["module.hidden.bias"], state["hidden.bias"])
