@@ -1,12 +1,18 @@
 """Checkpoints as files and folders: what is where, and whether a result can be written. Needs no torch."""
 
-from collections.abc import Mapping, Sequence
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_sym._documents import read_json
 from lightning_sym._files import is_temporary
+from lightning_sym._text import nearest
 
 # Files with the weights of a model, in the search order of from_pretrained.
 WEIGHTS = (*("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),)
@@ -62,8 +68,9 @@ def locate(path: str | Path) -> Found:
         return Found(given, place, place.parent if configuration else None, configuration)
     if place.is_dir():
         return _in_folder(given, place)
-    for end in (number for number in reversed(range(len(given))) if given[number] == "+"):
-        model, adapter = Path(given[:end]), Path(given[end + 1 :])
+    halves = [(Path(given[:end]), Path(given[end + 1 :])) for end, sign in enumerate(given) if sign == "+"]
+    halves = [pair for pair in reversed(halves) if all(half.name for half in pair)]
+    for model, adapter in halves:
         if model.exists() and adapter.is_dir():
             _adapter_weights(adapter)
             found = locate(model)
@@ -72,8 +79,19 @@ def locate(path: str | Path) -> Found:
             return replace(found, given=given, adapter=adapter)
     raise ValueError(
         f"There is no file or folder {given}; expected a checkpoint, the folder of a model, a zoo, or MODEL+ADAPTER. "
-        "Nothing is downloaded."
+        f"Nothing is downloaded.{_missing_half(halves)}"
     )
+
+
+def _missing_half(halves: Sequence[tuple[Path, Path]]) -> str:
+    """Return a sentence about MODEL+ADAPTER of which one half exists; empty if no half does."""
+    for model, adapter in halves:
+        if model.exists() or adapter.exists():
+            there, missing = (model, adapter) if model.exists() else (adapter, model)
+            return f" {there} exists, but {'adapter' if missing == adapter else 'model'} {missing} is not a folder" + (
+                "." if missing == adapter else " or a file."
+            )
+    return ""
 
 
 def _in_folder(given: str, folder: Path) -> Found:
@@ -169,14 +187,64 @@ def check_described(found: Found) -> Path:
     Raises:
         ValueError: If there is none.
     """
+    check_whole([found])
     described = description_of(found)
     if described is None:
         raise ValueError(
-            f"{found.given} is an adapter without its model; give MODEL+ADAPTER."
-            if found.is_adapter
-            else f"{found.given} does not say its network; give the folder with its {CONFIGURATION}, or --network."
+            f"{found.given} does not say its network; give the folder with its {CONFIGURATION}, or --network."
         )
+    if found.configuration is not None:
+        check_model_type(found.given, found.configuration)
     return described
+
+
+def check_whole(found: Sequence[Found]) -> None:
+    """Check that inputs are models, and none an adapter alone.
+
+    Raises:
+        ValueError: If one is.
+    """
+    if alone := next((one for one in found if one.is_adapter), None):
+        raise ValueError(f"{alone.given} is an adapter without its model; give MODEL+ADAPTER.")
+
+
+def check_model_type(given: str, configuration: Mapping[str, Any]) -> None:
+    """Check that transformers knows the type of a model, without the seconds that its import takes.
+
+    Args:
+        given: Name of the model, for the message.
+        configuration: Content of its ``config.json``.
+
+    Raises:
+        ValueError: If it is unknown.
+    """
+    name = configuration.get("model_type")
+    spec = importlib.util.find_spec("transformers")
+    if isinstance(name, str) and spec is not None and (known := _model_types(spec)) and name not in known:
+        raise ValueError(unknown_model_type(given, configuration, importlib.metadata.version("transformers"), known))
+
+
+def _model_types(spec: importlib.machinery.ModuleSpec) -> Collection[str]:
+    """Return the types of models that transformers knows, or more: the keys of all tables in its automatic classes."""
+    if loaded := sys.modules.get("transformers"):  # and perhaps extended
+        return tuple(loaded.CONFIG_MAPPING.keys())
+    places = [Path(place) / "models" / "auto" for place in spec.submodule_search_locations or ()]
+    texts = [file.read_text(encoding="utf-8") for place in places for file in sorted(place.glob("*.py"))]
+    return {word for text in texts for word in re.findall(r"^\s*\(?\"([\w.-]+)\"[,:]", text, re.MULTILINE)}
+
+
+def unknown_model_type(given: str, configuration: Mapping[str, Any], version: str, known: Iterable[str]) -> str:
+    """Return the message for a model whose type transformers does not know.
+
+    Args:
+        given: Name of the model.
+        configuration: Content of its ``config.json``.
+        version: Version of transformers.
+        known: The types that it knows.
+    """
+    name = configuration["model_type"]
+    own = " has code of its own (auto_map), which is never run:" if "auto_map" in configuration else " is of"
+    return f"{given}{own} model_type {name!r}; expected one that transformers {version} knows.{nearest(name, known)}"
 
 
 def check_out(out: Path, written: Found, beside: Sequence[str] = ()) -> None:
@@ -197,9 +265,9 @@ def check_out(out: Path, written: Found, beside: Sequence[str] = ()) -> None:
     check_above(out)
     # A killed run leaves only hidden files, which do not interfere.
     if out.exists() and not (folder and out.is_dir() and all(is_temporary(path) for path in out.iterdir())):
-        raise ValueError(f"{out} exists already; expected {'an empty' if folder else 'a new'} path.")
+        raise ValueError(f"{out} exists already; remove it, or choose another place for the result.")
     if not folder and (there := next((own for name in beside if (own := out.with_name(name)).exists()), None)):
-        raise ValueError(f"{there} exists already; expected a place without an earlier result.")
+        raise ValueError(f"{there} exists already, from an earlier result; remove it, or choose another place.")
 
 
 def check_above(out: str | Path) -> None:
@@ -228,11 +296,12 @@ def check_model_folder(folder: str | Path) -> None:
     """Check that a folder describes a network.
 
     Raises:
-        ValueError: If it has no ``config.json`` and is no zoo.
+        ValueError: If it has no ``config.json`` and is no zoo, or transformers does not know the type of its model.
     """
     place = Path(folder)
     if not ((place / CONFIGURATION).is_file() or (place / MANIFEST).exists()):
         raise ValueError(f"{folder} names no network; expected the folder of a model (with config.json), or a zoo.")
+    check_model_type(str(folder), configuration_in(place) or {})
 
 
 def configuration_in(folder: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._text import unknown
+from lightning_sym._text import LARGEST_SEED, unknown
 
 Grid = int | Sequence[int]
 
@@ -38,6 +38,17 @@ def check_integers(least: int = 1, *, of: object = "", optional: object = False,
     for name, value in values.items():
         if not is_integer(value, least) and not (optional and value is None):
             raise ValueError(f"{_named(name, of)} must be an integer >= {least}, got {value!r}.")
+
+
+def check_seeds(**values: object) -> None:
+    """Check that every value is a seed: an integer that numpy, Lightning and torch accept.
+
+    Raises:
+        ValueError: If one is not; the message names it.
+    """
+    for name, value in values.items():
+        if not (is_integer(value, 0) and isinstance(value, int) and value <= LARGEST_SEED):
+            raise ValueError(f"{name} must be an integer from 0 to {LARGEST_SEED}, got {value!r}.")
 
 
 def check_numbers(allowed: str, *, of: object = "", optional: object = False, **values: object) -> None:

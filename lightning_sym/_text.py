@@ -9,6 +9,7 @@ from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 TRACEBACK = "LIGHTNING_SYM_TRACEBACK"  # environment variable
+LARGEST_SEED = 2**32 - 1  # numpy and Lightning take no larger one
 USAGE = "usage: lightning-sym COMMAND [--config RECIPE_OR_FILE] [--SECTION.NAME VALUE]"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import lightning_sym.networks
-from lightning_sym._checkpoint_files import check_model_folder
+from lightning_sym._checkpoint_files import check_model_folder, unknown_model_type
 from lightning_sym._documents import load_json
 from lightning_sym._text import nearest
 from lightning_sym.symmetry import Call, without_weights
@@ -94,7 +94,7 @@ def example_of(
     Args:
         model: The model.
         shape: Shape of one sample; default that of the model.
-        tokens: The input is integers below this number.
+        tokens: The input is integers below this number, also where a class holds one tensor as an example.
         count: Number of inputs; those that a class holds as an example are taken as they are.
 
     Raises:
@@ -105,6 +105,8 @@ def example_of(
     shape = shape if shape is not None else model.shape
     if shape is None:
         given = getattr(model.network, "example_input_array", None)  # Lightning's
+        if tokens is not None and isinstance(given, Tensor):
+            return Call((_drawn(tuple(given.shape[1:]), tokens, len(given)),))
         if given is not None:
             return Call.of({}, given) if isinstance(given, Mapping) else Call.of(given)
         raise ValueError(f"{model.name} does not say what it takes; give the shape of one input, as in --input 3,32,32")
@@ -132,6 +134,8 @@ def _refusing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(f"{name} "):
+            raise  # a sentence of this module
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{name} cannot be built ({type(error).__name__}: {reason[:300]})") from error
 
@@ -305,7 +309,10 @@ def model_in(folder: str | Path, arguments: Mapping[str, Any] | None = None, *, 
         with without_weights() if meta else contextlib.nullcontext():
             network = lightning_sym.networks.build(architecture)
     except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}; give --network with its arguments.") from error
+        raise ValueError(
+            f"{str(error).rstrip('.')}; for a command without that option, give the class with its arguments for "
+            f"{folder}, or as --network."
+        ) from error
     return Model(path, "", network.eval(), network.image_shape())
 
 
@@ -392,11 +399,7 @@ def _configuration(transformers: ModuleType, content: dict[str, Any], path: str)
     """Make a configuration of one of the library's own classes, without entries that refer to other code."""
     name, known = content["model_type"], transformers.CONFIG_MAPPING
     if name not in known:
-        own = " has code of its own (auto_map), which is never run:" if "auto_map" in content else " is of"
-        raise ValueError(
-            f"{path}{own} model_type {name!r}; expected one that transformers {transformers.__version__} knows."
-            f"{nearest(name, known.keys())}"
-        )
+        raise ValueError(unknown_model_type(path, content, transformers.__version__, known.keys()))
     with _refusing(path):
         config = known[name].from_dict(_tame({key: item for key, item in content.items() if key != "architectures"}))
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):

@@ -262,12 +262,19 @@ def match_weights(
     keys = _without_wrappers(tensors)
     places = {name: place for place, name in _without_wrappers(wanted).items()}
     patterns = tuple(ignore or ())
-    found = [_Names(start, lead, keys, places, tied, patterns) for start, lead in _starts(keys, places, tied, prefix)]
+    found = _candidates(keys, places, tied, patterns, prefix)
     fitting = [one for one in found if one.fits]
     fitting = [one for one in fitting if not one.lead] or fitting
     notes: tuple[str, ...] = ()
     if not fitting:
-        closest = min(found, key=lambda one: len(one.missing), default=None)
+        # A name such as "weight" without its module is found by accident.
+        likely = [one for one in found if not one.lead or 2 * len(one.missing) < len(needed)]
+        likely = likely or [_Names("", "", keys, places, tied, patterns)]
+        closest = min(likely, key=lambda one: len(one.missing))
+        if prefix is not None and not any(key.startswith(closest.start) for key in keys):
+            fit = [repr(one.start) for one in _candidates(keys, places, tied, patterns) if one.fits and not one.lead]
+            proposal = f"expected {' or '.join(fit[:3])}" if fit else "leave it out to search for one"
+            raise ValueError(f"No name in {source} begins with the prefix {prefix!r} (--prefix); {proposal}.")
         raise ValueError(_missing(tensors, needed, closest, kind, source, described, proposing=ignore is not None))
     if len(fitting) > 1:
         starts = ", ".join(repr(one.start) for one in fitting)
@@ -320,7 +327,7 @@ def match_weights(
             for place, key in names.keys.items()
             if place.startswith(names.start) and key not in held
         },
-        outside=tuple(key for place, key in names.keys.items() if not place.startswith(names.start)),
+        outside=tuple(key for place, key in keys.items() if not names.reads(place)),
         prefix=names.start,
         notes=notes,
     )
@@ -381,9 +388,34 @@ class _Names:
         """Return the same if the file holds it."""
         return self.keys.get(self.expected(name))
 
+    def reads(self, place: str) -> bool:
+        """Return whether a name in the file has the prefix."""
+        return place in self.keys and place.startswith(self.start)
+
     def leaves_out(self, name: str) -> bool:
         """Return whether a tensor of the network is ignored."""
         return any(fnmatch(own, one) for one in self.patterns for own in (name, self.expected(name)))
+
+
+def _candidates(
+    keys: Mapping[str, str],
+    places: Mapping[str, str],
+    tied: Mapping[str, Sequence[str]],
+    patterns: Sequence[str],
+    prefix: str | None = None,
+) -> list[_Names]:
+    """Return the names under each prefix that may fit, or under the given one.
+
+    A given prefix excludes copies under longer ones, such as ``model.`` beside an empty prefix.
+    """
+    found = [_Names(start, lead, keys, places, tied, patterns) for start, lead in _starts(keys, places, tied, prefix)]
+    if prefix is None:
+        return found
+    (given,) = found
+    others = [one.start for one in _candidates(keys, places, tied, patterns) if one.fits and not one.lead]
+    longer = tuple(start for start in others if start != given.start and start.startswith(given.start))
+    left = {place: key for place, key in keys.items() if not place.startswith(longer)} if longer else keys
+    return [_Names(given.start, given.lead, left, places, tied, patterns)]
 
 
 def _without_wrappers(names: Iterable[str]) -> dict[str, str]:
@@ -554,19 +586,19 @@ def _tensors(content: object, path: str = "", depth: int = 0, *, source: str) ->
 def _missing(
     tensors: Mapping[str, Tensor],
     needed: list[str],
-    closest: _Names | None,
+    closest: _Names,
     kind: str,
     source: str,
     described: str | Path | None,
     *,
     proposing: bool,
 ) -> str:
-    missing = needed if closest is None else closest.missing
+    missing = closest.missing
     remedy = "pass the class and the arguments that the network was built with"
     if described is not None:
         remedy = f"check that all its shards are there, and that {described} describes the network of these weights"
     proposal = ""
-    if proposing and closest is not None and 2 * len(missing) < len(needed):
+    if proposing and 2 * len(missing) < len(needed):
         others = {closest.expected(name) for name in needed} - {*missing}
         proposal = f", or leave them out with --ignore {_pattern(missing, others)}"
     return (

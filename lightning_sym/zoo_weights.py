@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_sym._checks import check_integers, check_words
+from lightning_sym._checks import check_seeds, check_words
 from lightning_sym._random import generator
 from lightning_sym.networks import Network
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry
@@ -184,7 +184,7 @@ class ZooDataset(Dataset[tuple[Any, Tensor]]):
             raise ValueError(
                 'augmentation="orbit" leaves no canonical form; set form to "raw", or augmentation to None.'
             )
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         if not isinstance(target, str):
             raise ValueError(f'target must be a split and a metric, such as "test/accuracy", got {target!r}.')
         opened = zoo if isinstance(zoo, ModelZoo) else ModelZoo.open(zoo, allow=allow)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 
-from lightning_sym._text import nearest
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.checking import checked_options
 from lightning_sym.cli.given import (
     FIGURES,
     arguments_of,
     class_of,
+    meant,
     merge,
+    prefix_of,
     read_given,
     separated,
     unknown_option,
@@ -111,7 +112,7 @@ Example:
         given, known = merge(read_given(mine)), (*_OWN, *_ALSO)
         for option in rest:
             if _first(option) not in known:
-                hint = _ELSEWHERE.get(_first(option)) or nearest(_first(option), known)
+                hint = _ELSEWHERE.get(_first(option)) or meant(_first(option), known)
                 raise ValueError(f"{self.name} has no option '{_first(option)}'.{hint}")
         if wrong := without_value(options):
             raise ValueError(wrong)
@@ -135,7 +136,7 @@ Example:
             raise ValueError(f"Missing: {', '.join(missing)}.")
         folder = Path(str(given["out"])) if "out" in given else _free_folder(Path("runs") / self.name)
         imported = Path(files[0]) if zoo else folder / _ZOO
-        prefix = None if given.get("prefix") is None else str(given["prefix"])
+        prefix = prefix_of(given)
         allow = arguments_of(merged.get("model")).get("allow") or []
         return Question(
             Asked(tuple(files), given.get("network"), imported, prefix, data),

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from lightning_sym._documents import load_yaml
-from lightning_sym._text import initials, nearest
+from lightning_sym._text import LARGEST_SEED, initials, nearest
 
 Tree = dict[str, Any]
 
@@ -21,7 +21,10 @@ SETTINGS = (
     *("run_dir", "overwrite", "zoo_dir", "log_details", "requires", "seed_everything", "ckpt_path", "config", *FIGURES),
     *("weights_only", "verbose", "return_predictions", "print_config", "help"),
 )
+_NO_VALUE = "Option '{}' has no value; give one, as in {} VALUE."
 _HELP = ("-h", "--help", "--print_config")  # take no value
+# Words for options of the commands that have them.
+_SYNONYMS = dict.fromkeys(("architecture", "arch", "model", "net", "class"), "network") | {"save": "out", "to": "out"}
 # Sizes that follow from the data, and are linked from a datamodule into a task's network.
 LINKED = ("in_channels", "image_size", "num_classes")
 # Sections with a fixed class, which files do not name.
@@ -108,10 +111,17 @@ def read_own(
     given = merge(read_given(options))
     for name in given:
         if name not in known:
-            raise ValueError(f"{command} has no option '{name}'.{nearest(name, known)}")
+            raise ValueError(f"{command} has no option '{name}'.{meant(name, known)}")
         if name in flags and not isinstance(given[name], bool):
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
+        if given[name] is None and name != "prefix":
+            raise ValueError(_NO_VALUE.format(name, f"--{name}"))
     return {name: value for name, value in given.items() if name not in flags or value}, names
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return a question with the option that a word means; empty if there is none."""
+    return nearest(name, known) or nearest(_SYNONYMS.get(name, name), known)
 
 
 def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
@@ -124,6 +134,25 @@ def whole(given: Tree, name: str, least: int, default: Any = None) -> Any:
     if name in given and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise ValueError(f"--{name} takes a whole number >= {least}, got {value!r}.")
     return value
+
+
+def prefix_of(given: Tree) -> str | None:
+    """Return the prefix that was given, which may be empty; None if none was."""
+    if "prefix" not in given:
+        return None
+    return "" if given["prefix"] is None else str(given["prefix"])
+
+
+def seed_of(given: Tree, default: Any = None) -> Any:
+    """Return the seed that was given, or the default.
+
+    Raises:
+        ValueError: If it is no whole number, or out of the range of seeds.
+    """
+    found = whole(given, "seed", 0, default)
+    if found is not None and found > LARGEST_SEED:
+        raise ValueError(f"--seed takes a whole number from 0 to {LARGEST_SEED}, got {found}.")
+    return found
 
 
 def number(given: Tree, name: str) -> float:
@@ -182,8 +211,8 @@ def without_value(args: Sequence[str]) -> str:
         args: Options after the command.
     """
     for option, value in _pairs(args, _HELP):
-        if option and not value and option not in _HELP and not option.endswith(".help"):
-            return f"Option '{option.lstrip('-')}' has no value; give one, as in {option} VALUE."
+        if option and not value and option not in (*_HELP, "--prefix") and not option.endswith(".help"):
+            return _NO_VALUE.format(option.lstrip("-"), option)
     return ""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym._checkpoint_files import check_folder
-from lightning_sym.cli.given import LINKED, arguments_of, class_of, read_own
+from lightning_sym.cli.given import LINKED, arguments_of, class_of, prefix_of, read_own
 from lightning_sym.cli.named import check_classes
 from lightning_sym.cli.places import check_files, is_zoo
 
@@ -69,8 +69,7 @@ def read_options(args: Sequence[str]) -> Asked:
     missing = [name for name in ("network", "out") if not class_of(given.get(name))]
     if missing or not files:
         raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}.")
-    prefix = None if given.get("prefix") is None else str(given["prefix"])
-    return Asked(tuple(files), given["network"], Path(str(given["out"])), prefix, given.get("data"))
+    return Asked(tuple(files), given["network"], Path(str(given["out"])), prefix_of(given), given.get("data"))
 
 
 def look(asked: Asked) -> Asked:

@@ -8,15 +8,16 @@ import functools
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_sym._checkpoint_files import check_described, check_out, locate
+from lightning_sym._checkpoint_files import check_described, check_out, check_whole, locate
 from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, read_own, shape_of, whole
+from lightning_sym.cli.given import arguments_of, class_of, prefix_of, read_own, seed_of, shape_of, whole
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -165,7 +166,8 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(f"--no-align and --align {given['align']} contradict each other; leave one of them out.")
     if configured and (twice := [name for name in _FORMULA if name in given]):
         raise ValueError(f"--{twice[0]} is set by {files[0]}; change it there.")
-    if len(files) < 2 and not (folders or configured or "base" in given):
+    alone = folders or configured or "base" in given or method == "passthrough"
+    if not files or (len(files) < 2 and not alone):
         raise ValueError(f"Expected two or more checkpoints, got {', '.join(files) or 'none'}.")
     return Asked(
         files=tuple(files),
@@ -182,10 +184,10 @@ def read_options(args: Sequence[str]) -> Asked:
         rank=whole(given, "rank", 1),
         data=given.get("data"),
         points=whole(given, "points", 2, 11),
-        prefix=None if given.get("prefix") is None else str(given["prefix"]),
+        prefix=prefix_of(given),
         shape=shape_of(given["input"]) if "input" in given else None,
         tokens=whole(given, "tokens", 1),
-        seed=whole(given, "seed", 0),
+        seed=seed_of(given),
     )
 
 
@@ -197,7 +199,9 @@ def look(asked: Asked) -> Asked:
             to its place.
     """
     if asked.report.exists():
-        raise ValueError(f"{asked.report} exists already; expected a place without an earlier report.")
+        raise ValueError(
+            f"{asked.report} exists already, the report of an earlier merge; remove it, or choose another --out."
+        )
     check_classes(network=asked.network, data=asked.data)
     if asked.configuration is not None:
         if not Path(asked.configuration).is_file():
@@ -206,6 +210,7 @@ def look(asked: Asked) -> Asked:
     found = [locate(file) for file in asked.files]
     if all(one.is_adapter for one in found):
         return asked
+    check_whole(found)
     first = found[0] if asked.base is None else locate(asked.base)
     if asked.base is None and asked.method in DIFFERENCES and not asked.align_only:
         raise ValueError(f"{asked.method} needs a base, the parent of the models; pass base (--base).")
@@ -385,13 +390,18 @@ def _print(asked: Asked, found: Any, results: Any) -> None:
     """Print tables and notes, and where the files are."""
     from rich.console import Console
 
+    from lightning_sym.reports.merging import EXPLAINED
+
     console = Console(width=80)
     method = "aligned" if found.align_only else f"merged by {found.settings.method.name}"
     base = f", base {found.names[0]}" if found.has_base else ""
     console.print(f"{len(found.names)} networks, {method}{base}", highlight=False, markup=False)
-    for table in results.tables:
-        if table.name != "curves":
-            table.show(console)
+    shown = [table for table in results.tables if table.name != "curves"]
+    for table in shown:
+        table.show(console)
+    for name in EXPLAINED:
+        if any(name in table.columns for table in shown):
+            console.print(f"  {name}: {shown[0].units[name]}", highlight=False, markup=False)
     for note in results.notes:
         console.print(f"  {note}", highlight=False, markup=False)
     console.print(f"  weights {found.out}", highlight=False, soft_wrap=True)
@@ -411,7 +421,9 @@ def errors_named(network: str, data: Any, *, given: bool = True) -> Iterator[Non
         ValueError: Instead of an error of torch.
     """
     try:
-        yield
+        with warnings.catch_warnings():  # the notes contain what matters
+            warnings.filterwarnings("ignore", message="parameters that evaluation never uses")
+            yield
     except (RuntimeError, IndexError, TypeError) as error:
         from lightning_sym.symmetry.moves.moved import ChangedFunctionError
 

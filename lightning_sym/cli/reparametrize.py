@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_sym._checkpoint_files import check_described, check_out, element_in, files_of_result, single
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, number, read_own, shape_of, whole
+from lightning_sym.cli.given import arguments_of, class_of, number, prefix_of, read_own, seed_of, shape_of, whole
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -177,11 +177,11 @@ def read_options(args: Sequence[str]) -> Asked:
         data=given.get("data"),
         samples=whole(given, "samples", 1, 256),
         settings=settings,
-        prefix=None if given.get("prefix") is None else str(given["prefix"]),
+        prefix=prefix_of(given),
         ignore=tuple(_listed(given.get("ignore", []))),
         shape=shape_of(given["input"]) if "input" in given else None,
         tokens=whole(given, "tokens", 1),
-        seed=whole(given, "seed", 0, 0),
+        seed=seed_of(given, 0),
     )
 
 

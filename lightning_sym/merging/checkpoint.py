@@ -150,6 +150,8 @@ class Checkpoint:
                 f"{file} does not hold {empty}, which is ignored, but the network needs a value of it to be run; give "
                 "the checkpoint that has it first."
             )
+        if name := next((name for name, own in network.named_parameters() if own.is_complex()), None):
+            raise ValueError(f"{file} holds {name} as {state[name].dtype}; expected weights that are real numbers.")
         floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         for name, tensor in floating.items():
             if tensor.dtype not in _FLOATING.values():

@@ -43,6 +43,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import containers_kept, state_tensors
 
 _NOT_ALIGNED = "was not aligned"
+_NAMED = 4  # most networks that a note names
 # Networks whose matrices are farther apart do not come from one another: other seeds had 0.49 to 0.84 after alignment,
 # noisy fine-tunes 0.02.
 _UNRELATED = 0.3
@@ -207,7 +208,7 @@ def merge_checkpoints(
             _compare_with_first(symmetry, checkpoints, number, aligned, seed) for number in range(1, len(networks))
         )
     others = (*_strangers(asked, aligned), *notes, *differing, *converted)
-    others += _notes(network, data, recalibrate or align_only)
+    others += _notes(network, data, recalibrate or align_only or len(networks) == 1)
     others += symmetry.notes if aligned.moved else ()
     if math.isnan(symmetry.worst_error):  # traced in part
         reason = "as no network needs them" if aligned.moved else "as no network moves"
@@ -508,7 +509,7 @@ def _equality_notes(names: Sequence[str], equal: Sequence[Equality]) -> tuple[st
     unlike = [name for name, own in kinds if own.answer == "not found"]
     notes = [f"{', '.join(same)}: equal to {first} up to symmetry, to rounding"] if same else []
     if unlike:
-        which = "all others" if len(unlike) == len(others) > 1 else ", ".join(unlike)
+        which = ", ".join(unlike) if len(unlike) <= _NAMED else f"{len(unlike)} of {len(others)} checkpoints"
         inputs = max(own.inputs for own in equal)
         notes.append(f"{which}: not found to equal {first}, as outputs differ on {inputs} random inputs")
     for name, own in kinds:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._checks import is_integer
+from lightning_sym._checks import check_seeds, is_integer
 from lightning_sym._documents import StrictLoader, load_yaml, read_json
 from lightning_sym._text import nearest, unknown
 from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
@@ -244,8 +244,7 @@ def _read(file: Path, content: object) -> MergeConfig:
     if "rank" in top and not (of_adapters and is_integer(top["rank"], 1)):
         raise ValueError(f"rank must be an integer >= 1, for models that are adapters alone, got {brief(top['rank'])}.")
     seed = top.get("seed", 0)
-    if not is_integer(seed, 0):
-        raise ValueError(f"seed must be an integer >= 0, got {seed!r}.")
+    check_seeds(seed=seed)
     dtype = _word(top, "dtype", _DTYPES)
     reference = base or entries[0].path if entries else None
     _check_tokenizer(top, file.parent, unused or reference)

@@ -19,6 +19,7 @@ from lightning_sym.connectivity.interpolation import parts
 # Above this cosine `slerp` is linear; `nuslerp` only where the angle is rounding.
 PARALLEL, EQUAL = 0.9995, 1 - 1e-12
 STEPS, _SMALL = 10, 1e-5  # of the iteration to the Karcher mean
+_CANCELLED = 1e-12  # weights whose sum is smaller, relative to their magnitudes, sum to 0: 0.1 + 0.2 - 0.3
 Coefficients: TypeAlias = Callable[["TensorGroup"], Sequence[float]]
 Sparsify: TypeAlias = Callable[["TensorGroup", int], tuple[Tensor, float]]
 
@@ -125,7 +126,7 @@ class TensorGroup:
         """
         weights = self.each["weight"]
         total = math.fsum(weights)
-        if abs(total) <= 1e-12 * sum(map(abs, weights)):  # 0.1 + 0.2 - 0.3 is 0 as well
+        if abs(total) <= _CANCELLED * sum(map(abs, weights)):
             at = f" at {self.name}" if self.name else ""
             raise ValueError(f"weight must have a sum other than 0, got {list(weights)}{at}; change one of them.")
         return [weight / total for weight in weights]
@@ -165,6 +166,8 @@ def slerp(group: TensorGroup, t: float, parallel: float) -> Sequence[float]:
     """
     cosine = float(_cosines(group.gram())[1][0, 1])
     if abs(cosine) > parallel:
+        if cosine < 0 and group.shape.numel() > 1:
+            group.note("the two tensors are opposite, and a point on the line between them was taken")
         return 1 - t, t
     angle = math.acos(cosine)
     return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
@@ -318,7 +321,8 @@ def with_task_vectors(group: TensorGroup, sparsify: Sparsify | None, *, elect: b
             vectors *= agree
             if group.shared["normalize"]:
                 divisor = (weights * agree).sum(0)
-                vectors /= torch.where(divisor == 0, 1.0, divisor)
+                cancels = divisor.abs() <= _CANCELLED * (weights.abs() * agree).sum(0)
+                vectors /= torch.where(cancels, 1.0, divisor)
         result[part] = base[part].to(device, exact) + scaling * vectors.sum(0)
     return result
 

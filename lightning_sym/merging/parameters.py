@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_numbers, check_seeds
 from lightning_sym._text import nearest
 from lightning_sym.merging.formulas import Tally
 from lightning_sym.merging.methods import FLAGS, RANGES, MergeMethod, check_models, merge_method, merge_tensors
@@ -226,7 +226,7 @@ class MergeSettings:
                 0, or the number of models or the base does not fit the method.
         """
         chosen = merge_method(method)
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         given = {name.removesuffix("_"): value for name, value in settings.items() if value is not None}
         for name in given:
             check_setting(chosen, name)

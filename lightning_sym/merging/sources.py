@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sym._checkpoint_files import Found
+from lightning_sym._checkpoint_files import Found, check_whole
 from lightning_sym.merging.checkpoint import find_checkpoints
 from lightning_sym.merging.methods import merge_method
 from lightning_sym.merging.parameters import MergeSettings
@@ -61,6 +61,7 @@ class Sources:
         bases = [] if base is None else find_checkpoints(str(base))
         if base is not None and len(bases) != 1:
             raise ValueError(f"base is {base}, which holds {len(bases)} networks; expected one.")
+        check_whole([*bases, *models])
         kind = method.method if isinstance(method, MergeSettings) else merge_method(method)
         among = [place for place, one in enumerate(models) if bases and _place(one) == _place(bases[0])]
         has_base, is_end = bool(bases) and kind.base != "unused", bool(bases) and kind.name == "slerp"

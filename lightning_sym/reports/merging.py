@@ -15,12 +15,16 @@ UNITS = {
     "alignment": "unmatched and aligned; unchanged if both are the same network",
     "distance": "Euclidean distance of the parameters to those of the reference",
     "equal": "whether outputs and all slices of tensors are those of the reference, to rounding; if aligned: "
-    "up to symmetry",
+    "up to symmetry; other trainings are not equal",
     "t": "place on the line, 0 (reference) to 1 (the other one)",
     "dropped": "fraction of the numbers of its difference from the base that are dropped, 0 to 1",
-    "cosine": "of its difference from the base and that of the network after it",
-    "conflicts": "fraction of the numbers at which kept differences, times their weights, have both signs, 0 to 1",
+    "conflicts": "fraction of the numbers at which kept differences, times their weights, have both signs, 0 to 1; the "
+    "same for all networks",
+    "after": "the next network, for the cosine",
+    "cosine": "between its difference from the base and that of the network in the column after, -1 to 1",
 }
+EXPLAINED = ("equal", "dropped", "conflicts", "after", "cosine")
+"""Columns that need an explanation where they are printed."""
 
 
 def merging_results(found: MergedCheckpoints, about: dict[str, Any], loss: str | None = None) -> RunResults:
@@ -86,9 +90,11 @@ def _differences(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:
     if tally.cosines is None:
         return
     for number, name in enumerate(names):
-        after = (number + 1) % len(names)
         row = {"network": name, "dropped": tally.masked[number] if tally.masked else 0.0, "conflicts": tally.conflicts}
-        yield row | {"after": names[after], "cosine": float(tally.cosines[number, after])}
+        if len(names) > 1:
+            after = (number + 1) % len(names)
+            row |= {"after": names[after], "cosine": float(tally.cosines[number, after])}
+        yield row
 
 
 def _points(found: MergedCheckpoints) -> Iterator[dict[str, Any]]:

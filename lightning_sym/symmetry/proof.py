@@ -573,5 +573,7 @@ def _tiles(tensor: Tensor, drawn: Tensor) -> list[tuple[Tensor, Tensor]]:
     if not tensor.is_contiguous():
         return [(tensor, drawn.repeat(-(-tensor.numel() // len(drawn)))[: tensor.numel()].reshape(tensor.shape))]
     flat = tensor.view(-1)
-    whole = len(flat) // len(drawn) * len(drawn) if len(drawn) else 0
-    return [(flat[:whole].view(-1, max(len(drawn), 1)), drawn), (flat[whole:], drawn[: len(flat) - whole])]
+    if not len(flat):
+        return []
+    whole = len(flat) // len(drawn) * len(drawn)
+    return [(flat[:whole].view(-1, len(drawn)), drawn), (flat[whole:], drawn[: len(flat) - whole])]

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lightning_sym._checks import check_different, check_integers, check_known
+from lightning_sym._checks import check_different, check_integers, check_known, check_seeds
 from lightning_sym.landscape import AnalyticLandscape, LearningCoefficientEstimate, analytic_landscapes
 from lightning_sym.tasks._untrained import UntrainedTask
 
@@ -59,7 +59,7 @@ class AnalyticLandscapesTask(UntrainedTask):
         check_different("landscapes", names)
         for name in names:
             check_known("landscape", name, known)
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         check_integers(3, optional=True, chains=chains)
         check_integers(8, optional=True, steps=steps)
         self.landscapes = [known[name] for name in names]  # not registered: there is nothing to train

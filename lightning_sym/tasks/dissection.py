@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_different, check_integers, check_known, check_numbers
+from lightning_sym._checks import check_different, check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator
 from lightning_sym.dissection import (
@@ -166,7 +166,7 @@ class DissectionTask(UntrainedTask):
             raise ValueError(f"alphas must be different numbers, 0 and 1 among them, got {list(points)}.")
         check_numbers("in (0, 1)", top=top)
         check_numbers("in [0, 1)", least=least)
-        check_integers(0, basis_seed=basis_seed)
+        check_seeds(basis_seed=basis_seed)
         self.folders = {name: str(folder) for name, folder in zoos.items()}
         self.site, self.members, self.alphas = site, members, tuple(sorted(points))
         self.top, self.least, self.basis_seed, self.controls = top, least, basis_seed, controls

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym._checks import check_integers, check_numbers, check_seeds, check_words
 from lightning_sym._random import derive_seed, generator
 from lightning_sym.landscape import (
     FunctionScale,
@@ -151,7 +151,7 @@ class EquivalenceTask(PopulationTask):
         network = None if network is None else given_network(network, allow)
         check_integers(optional=True, members=members, round_steps=round_steps)
         check_integers(points=points, max_rounds=max_rounds)
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         check_numbers("> 0", tolerance=tolerance, held_out=held_out)
         check_numbers("> 0", **{f"milestones[{place}]": milestone for place, milestone in enumerate(milestones)})
         check_words(("execution", execution, ("auto", "loop", "vmap")))

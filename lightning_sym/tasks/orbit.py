@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._distributed import gathered, rank, ranks, wide_device
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
@@ -124,7 +124,7 @@ class OrbitTask(UntrainedTask):
         super().__init__()
         check_integers(optional=True, members=members)
         check_integers(images=images, steps=steps)
-        check_integers(0, orbit_seed=orbit_seed)
+        check_seeds(orbit_seed=orbit_seed)
         check_numbers("> 0", lr=lr)
         self.grid = {name: list(values) for name, values in (grid or {}).items()}
         if empty := [name for name, values in self.grid.items() if not values or len(set(values)) < len(values)]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
-from lightning_sym._checks import check_integers, check_words
+from lightning_sym._checks import check_integers, check_seeds, check_words
 from lightning_sym._distributed import gathered
 from lightning_sym._random import derive_seed, generator
 from lightning_sym._tags import details
@@ -117,7 +117,7 @@ class PopulationTask(PopulationInterface):
     ) -> None:
         super().__init__()
         check_integers(members=members)
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         check_words(
             ("execution", execution, ("loop", "vmap")),
             ("lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_different, check_integers
+from lightning_sym._checks import check_different, check_integers, check_seeds
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import generator
 from lightning_sym.networks.base import site_name
@@ -130,7 +130,7 @@ class RotationTask(BranchTask):
         check_integers(repeats=repeats)
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}.")
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         if members != "all":
             check_different("members", members, of="numbers")
         if sites not in (None, "all"):

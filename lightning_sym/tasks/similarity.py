@@ -10,7 +10,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sym._checks import check_different, check_integers, check_known, check_words
+from lightning_sym._checks import check_different, check_integers, check_known, check_seeds, check_words
 from lightning_sym._distributed import summed, wide_device
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import derive_seed, generator
@@ -115,7 +115,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
     ) -> None:
         super().__init__()
         check_words(("split", split, ("train", "val", "test")))
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         if nulls:
             check_different("nulls", nulls, NULLS)
         self._measures = named_measures(DEFAULT_MEASURES if measures is None else measures)

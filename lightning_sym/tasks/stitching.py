@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sym._checks import check_integers, check_words
+from lightning_sym._checks import check_seeds, check_words
 from lightning_sym._distributed import together
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
@@ -156,7 +156,7 @@ class StitchingTask(BranchTask):
         )
         if not 0.0 <= head_start <= 1.0:
             raise ValueError(f"head_start is a fraction of the epochs and must be in [0, 1], got {head_start}.")
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         if isinstance(pairs, int) and pairs < 1:
             raise ValueError(f"pairs must be at least 1, got {pairs}.")
         self.pairs: list[Pair] = []

@@ -369,3 +369,19 @@ def test_what_is_refused() -> None:
     assert_refused(merge_tensors, "linear", [models[0], models[1][:3]], says="must have one shape")
     assert_refused(merge_tensors, "linear", [models[0], models[1].int()], says="must be floating")
     assert_refused(merge_tensors, "linear", [{"a": base}, {}], says="a is missing in model 1")
+
+
+@pytest.mark.parametrize("method", ["ties", "della"])
+def test_weights_that_cancel_up_to_rounding_do_not_divide(method: str) -> None:
+    models = [torch.tensor([1.0, 1.0]), torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])]
+    weights = [0.1, 0.2, -0.3]  # their floating-point sum is 6e-17
+    found = merge_tensors(method, models, base=torch.zeros(2), weight=weights)
+    # At the first number all agree, and their weights cancel; at the second the first two agree.
+    assert found.tolist() == pytest.approx([0.6, 1.0])
+
+
+def test_slerp_of_opposite_tensors_is_on_the_line_and_says_so() -> None:
+    tally, one = Tally(), torch.tensor([1.0, 2.0])
+    found = merge_tensors("slerp", [{"w": one, "b": one[:1]}, {"w": -one, "b": -one[:1]}], t=0.25, tally=tally)
+    assert found["w"].tolist() == [0.5, 1.0]
+    assert tally.notes == ("the two tensors are opposite, and a point on the line between them was taken: w",)

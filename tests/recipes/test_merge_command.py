@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from lightning_sym.merging import METHODS, MergeConfig, MergedCheckpoints, merge
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
+from lightning_sym.reports.merging import UNITS
 from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
 from lightning_sym.symmetry import files as symmetry_files
 from lightning_sym.symmetry.arrays import give_back_memory
@@ -652,6 +654,47 @@ def test_a_folder_that_is_no_zoo_is_named() -> None:
         assert "some is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model" in result.error
         for name in content:
             Path("some", name).unlink()
+
+
+def test_tables_explain_their_columns_and_an_existing_report_names_a_remedy() -> None:
+    gpt2_folders("p", "a", "b")
+    said = " ".join(succeed("merge", "a", "b", "--base=p", "--method=ties", "--out=m").out.split())
+    for column in ("equal", "dropped", "conflicts", "after", "cosine"):
+        assert f" {column}: {UNITS[column]}" in said
+    assert "a, b: not found to equal p, as outputs differ" in said
+    rows = json.loads(Path("m-report/differences.json").read_text())["rows"]
+    assert [row["after"] for row in rows] == ["b", "a"]
+    shutil.rmtree("m")
+    error = call("merge", "a", "b", "--out=m").error
+    assert "m-report exists already, the report of an earlier merge; remove it, or choose another --out." in error
+    single = succeed("merge", "a", "--base=p", "--method=ties", "--out=n").out
+    assert "conflicts" in single
+    assert "cosine" not in single  # there is no other network
+
+
+def test_the_statistics_of_one_network_are_no_averages() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    file = as_state_dict(network, "a.pt")
+    for files, method, averages in (([file], "passthrough", False), ([file, file], "linear", True)):
+        out = f"{method}.safetensors"
+        found = merge_checkpoints(files, out, network=network, inputs=X, method=method)
+        assert any("statistics are averages" in note for note in found.notes) == averages
+
+
+def test_passthrough_merges_one_file() -> None:
+    a = perceptron()
+    succeed("merge", as_state_dict(a, "a.pt"), *MLP, "--method=passthrough", "--scale=0.5", "--out=m.safetensors")
+    found = load_file("m.safetensors")
+    for name, tensor in a.state_dict().items():
+        assert torch.equal(found[name], tensor / 2)
+
+
+def test_an_unknown_architecture_is_named_in_one_sentence() -> None:
+    gpt2_folders("a", "b")
+    Path("b/config.json").write_text(Path("b/config.json").read_text().replace("GPT2LMHeadModel", "GPT2Head"))
+    assert (
+        "error: b names the architecture 'GPT2Head', which transformers does" in call("merge", "b", "a", "--out=m").err
+    )
 
 
 def test_a_network_that_no_option_names_is_that_of_the_files_folder() -> None:

@@ -67,6 +67,12 @@ def test_the_table_of_a_class_is_printed_and_written() -> None:
     assert written["worst_error"] <= written["tolerance"]
 
 
+def test_tokens_count_where_a_class_has_an_example() -> None:
+    result = call("symmetry", "symmetry_nets.Tokens", "--tokens=100000")
+    assert result.status == 1
+    assert "index out of range" in result.error  # the table holds 20 words
+
+
 def test_without_weights_nothing_is_checked() -> None:
     result = succeed("symmetry", "--meta", "symmetry_nets.Net", "--network.width=100000", "--input=5", "--out=a.json")
     assert "dimension 100000" in result.out
@@ -83,8 +89,9 @@ def test_without_weights_nothing_is_checked() -> None:
         (("MultiLayerPerceptron", "--network.image_size=8", "--network.in_channels=1"), "dimension"),
         (("symmetry_nets.Tokens", "--output=scores"), "hidden may change"),
         (("symmetry_nets.Tokens", "--output=scores", "--input=3", "--tokens=20"), "dimension 20"),
+        (("symmetry_nets.Net", "--network.width=0", "--input=5"), "0 axis groups"),
     ],
-    ids=["torchvision", "several outputs", "own class", "example of its own", "tokens"],
+    ids=["torchvision", "several outputs", "own class", "example of its own", "tokens", "no units"],
 )
 @pytest.mark.long
 def test_networks_of_every_kind(options: tuple[str, ...], says: str) -> None:

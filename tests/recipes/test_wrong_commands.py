@@ -109,6 +109,20 @@ $ merge MODELS
 Missing: --out.
 $ merge MODELS -o m.safetensors
 Unknown option '-o'; options begin with two dashes, as in --o.
+$ merge a.pt b.pt --architecture=own_nets.Net --out=m.safetensors
+merge has no option 'architecture'. Did you mean 'network'?
+$ spectrum a.pt --arch=own_nets.Net
+spectrum has no option 'arch'. Did you mean 'network'?
+$ merge --network=own_nets.Net --method=passthrough --out=m.safetensors
+Expected two or more checkpoints, got none.
+$ merge MODELS --out=m.safetensors --base=
+Option 'base' has no value; give one, as in --base VALUE.
+$ reparametrize ONE --objective=weight_norm --factors=
+Option 'factors' has no value; give one, as in --factors VALUE.
+$ merge MODELS --out=m.safetensors --seed=4294967296
+--seed takes a whole number from 0 to 4294967295, got 4294967296.
+$ reparametrize ONE --objective=weight_norm --seed=99999999999999999999
+--seed takes a whole number from 0 to 4294967295, got 99999999999999999999.
 $ merge MODELS --out=m.safetensors --method=tie
 Unknown method 'tie'; expected one of: linear, ... Did you mean 'ties'?
 $ merge MODELS --out=m.safetensors --out-dtype=bf16
@@ -204,11 +218,26 @@ network: There is no class own_nets.Nett. Did you mean 'Net'?
 $ merge MODELS --out=m.pt
 out is m.pt; expected a file that ends in .safetensors.
 $ merge MODELS --out=there.safetensors
-there.safetensors exists already; expected a new path.
+there.safetensors exists already; remove it, or choose another place for the result.
 $ merge MODELS --out=old.safetensors
-old-report exists already; expected a place without an earlier report.
+old-report exists already, the report of an earlier merge; remove it, or choose another --out.
 $ merge MODELS --out=a.pt/m.safetensors
 a.pt/m.safetensors cannot be made, as .../a.pt is a file; expected a place in a folder.
+$ merge mistyped b.pt --out=m
+mistyped is of model_type 'gptt2'; expected one that transformers ... knows. Did you mean 'gpt2'?
+$ symmetry mistyped
+mistyped is of model_type 'gptt2'; ... Did you mean 'gpt2'?
+$ reparametrize mistyped --objective=weight_norm --out=m
+mistyped is of model_type 'gptt2'; ... Did you mean 'gpt2'?
+$ merge a.pt+absent b.pt --network=own_nets.Net --out=m.safetensors
+There is no file or folder a.pt+absent; ... a.pt exists, but adapter absent is not a folder.
+$ merge absent+adapter b.pt --network=own_nets.Net --out=m.safetensors
+There is no file or folder absent+adapter; ... adapter exists, but model absent is not a folder or a file.
+$ merge a.pt+ b.pt --network=own_nets.Net --out=m.safetensors
+There is no file or folder a.pt+; expected a checkpoint, the folder of a model, a zoo, or MODEL+ADAPTER. Nothing is
+downloaded.
+$ merge a.pt adapter --network=own_nets.Net --out=m.safetensors
+adapter is an adapter without its model; give MODEL+ADAPTER.
 $ merge MODELS --out=m.safetensors --base=c.pt
 There is no file or folder c.pt; ...
 $ merge MODELS --out=m.safetensors --method=ties
@@ -297,6 +326,8 @@ FILES = {
     "taken/config.yaml": "model: {}",
     "shards/model.safetensors.index.json": "{}",
     "model/config.json": '{"model_type": "gpt2"}',
+    "mistyped/config.json": '{"model_type": "gptt2"}',
+    "mistyped/model.safetensors": "",
     "adapter/adapter_config.json": "{}",
     "adapter/adapter_model.safetensors": "",
 }

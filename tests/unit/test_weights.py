@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_sym.datamodules import DiabetesDataModule
 from lightning_sym.networks import MultiLayerPerceptron, Network
-from lightning_sym.weights import fit_weights, read_weights
+from lightning_sym.weights import fit_weights, match_weights, read_weights
 from lightning_sym.zoo import ModelZoo
 
 
@@ -176,6 +176,7 @@ def test_scalars_of_numpy_run_nothing():
         ("list.pt", "holds no tensors by name"),
         ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias', 'norm.weight', "),
         ({"other": torch.zeros(2)}, "does not hold 'hidden.weight', 'hidden.bias', 'norm.weight'"),
+        ({"own.weight": torch.zeros(4), "norm.bias": torch.zeros(4)}, "does not hold 'hidden.weight', 'hidden.bias', "),
         (Plain(5).state_dict(), ("of shape [5, 64], but Plain has it of shape [4, 64]", "pass the arguments")),
         (Plain().state_dict() | {"extra": torch.zeros(2)}, "holds 'extra', which Plain has not"),
         ({"a": Plain().state_dict(), "b": Plain().state_dict()}, "several prefixes ('a.', 'b.'); choose one"),
@@ -325,3 +326,30 @@ def test_the_command_line_says_what_is_wrong(options, says):
     assert result.status in (1, 2)
     assert says in result.error
     assert not Path("zoo").exists()
+
+
+def test_a_prefix_that_no_name_has_is_named_with_those_that_fit() -> None:
+    held = {f"{start}.{name}": own for start in ("student", "teacher") for name, own in Plain().state_dict().items()}
+    says = "No name in The state dict begins with the prefix 'nix' (--prefix); expected 'student.' or 'teacher.'."
+    assert_refused(match_weights, held, Plain(), prefix="nix", says=says)
+    assert match_weights(held, Plain(), prefix="teacher").prefix == "teacher."
+
+
+@pytest.mark.parametrize(("shorter", "longer"), [("", "model."), ("model.", "model.model."), ("", "ema.model.")])
+def test_one_of_two_copies_is_read_by_its_prefix_though_the_other_has_a_longer_one(shorter: str, longer: str) -> None:
+    one, two = Plain().state_dict(), {name: own + 1 for name, own in Plain().state_dict().items()}
+    held = {shorter + name: own for name, own in one.items()} | {longer + name: own for name, own in two.items()}
+    for prefix, wanted, others in ((shorter, one, longer), (longer, two, shorter)):
+        fit = match_weights(held, Plain(), prefix=prefix)
+        assert all(torch.equal(fit.tensors[name], own) for name, own in wanted.items())
+        assert {*fit.outside} == {others + name for name in one}
+        assert not fit.extras
+
+
+def test_an_empty_prefix_is_a_value_on_the_command_line() -> None:
+    state = Plain().state_dict()
+    torch.save({**state, **{f"model.{name}": own + 1 for name, own in state.items()}}, "two.pt")
+    command = ("import", "two.pt", "--network=my_networks.Plain", "--out=zoo")
+    assert "several prefixes ('', 'model.'); choose one as prefix (--prefix)" in call(*command).error
+    succeed(*command, "--prefix=")
+    assert torch.equal(read_weights("zoo/member-0000.safetensors")["module.hidden.bias"], state["hidden.bias"])

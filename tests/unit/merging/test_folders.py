@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import check_model_type
 from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.merging.folders import check_configurations
@@ -614,3 +615,27 @@ def test_of_two_processes_that_write_one_folder_the_first_succeeds() -> None:
     assert_refused(slow, says="Cannot write out: Directory not empty; its previous content is intact", error=OSError)
     assert {path.name for path in Path().iterdir()} == {"reference", "out"}
     loaded("gpt2", "out")
+
+
+def test_types_of_models_are_known_without_the_import_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    types = [*transformers.CONFIG_MAPPING.keys()]
+    monkeypatch.delitem(sys.modules, "transformers")
+    for name in types:
+        check_model_type("model", {"model_type": name})
+    assert "transformers" not in sys.modules
+    says = "model is of model_type 'gptt2'; expected one that transformers"
+    assert_refused(check_model_type, "model", {"model_type": "gptt2"}, says=says)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    assert_refused(check_model_type, "model", {"model_type": "gptt2"}, says=says)
+    config = type("OwnConfig", (transformers.PretrainedConfig,), {"model_type": "gptt2"})
+    monkeypatch.setattr(transformers.CONFIG_MAPPING, "_extra_content", {"gptt2": config})  # as AutoConfig.register
+    check_model_type("model", {"model_type": "gptt2"})
+
+
+def test_complex_weights_are_refused_by_their_name(tmp_path: Path) -> None:
+    network = nn.Linear(2, 2)
+    network.phase = nn.Parameter(torch.ones(2) + 1j)
+    torch.save(network.state_dict(), tmp_path / "a.pt")
+    says = "a.pt holds phase as torch.complex64; expected weights that are real numbers."
+    assert_refused(Checkpoint.read, tmp_path / "a.pt", network, says=says)

@@ -191,7 +191,8 @@ def test_setting_of_another_form_is_refused(value, says):
         (("ties", 2, True, {"density": [0.5, [0.1, 1.5]]}), "density[1] must be in (0, 1], got 1.5"),
         (("breadcrumbs", 2, True, {"gamma": 1}), "gamma must be a number in [0, 1), got 1.0"),
         (("della", 2, True, {"density": 0.9}), "epsilon must leave density - epsilon and density + epsilon in (0, 1)"),
-        (("ties", 2, True, {"seed": -1}), "seed must be an integer >= 0"),
+        (("ties", 2, True, {"seed": -1}), "seed must be an integer from 0 to 4294967295, got -1"),
+        (("ties", 2, True, {"seed": 2**32}), "seed must be an integer from 0 to 4294967295, got 4294967296"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_read(arguments, says):
