@@ -189,8 +189,7 @@ def faults(text: str) -> list[str]:
     written = re.findall(r"^run_dir: (\S+)", "".join(own_files(text).values()), re.MULTILINE)
     written += re.findall(rf"--(?:{'|'.join(_WRITTEN)}|out)[ =]([\w./-]+)", text)
     written += [f"runs/{name}" for name in FILE_COMMANDS]
-    said = re.sub(r"^\|.*examples/first_hour/.*$", "", text, flags=re.MULTILINE)  # scripts run in folders of their own
-    for folder in sorted(set(re.findall(r"\bruns/[a-z0-9_-]+", said))):
+    for folder in sorted(set(re.findall(r"\bruns/[a-z0-9_-]+", text))):
         if not any(f"{one}/".startswith(f"{folder}/") for one in (*HOMES, *made, *own, *written)):
             found.append(f"{folder} is named, and no recipe makes it")
     return found

@@ -45,7 +45,7 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_how_to_get_it(peers, monkey
     assert sentences[:2] == ["pip install absent-package", "Name a folder with its code: --folder paper=PATH."]
     assert sentences[2] == f"{tmp_path} has no code/layer.py."
     assert capsys.readouterr().out.splitlines()[0] == "absent: skipped. pip install absent-package"
-    assert "|absent|not there: pip install absent-package|||||" in peers.section(rows[0])
+    assert "|absent|not there: pip install absent-package||||" in peers.section(rows[0])
 
 
 def test_code_in_a_folder_is_measured_beside_ours(peers, monkeypatch, tmp_path):

@@ -31,8 +31,8 @@ def header(path: Path) -> tuple[str, str, str]:
 
 
 def row(path: Path) -> str:
-    """Return the script's row of the guide."""
-    return f"|[`{path.name}`](../examples/first_hour/{path.name})|{header(path)[0]}|"
+    """Return the script's row of the folder's page."""
+    return f"|[`{path.name}`]({path.name})|{header(path)[0]}|"
 
 
 # Importing torch and Lightning takes seconds of a processor: one process imports them, and each Python script runs in a
@@ -115,9 +115,10 @@ def test_a_script_runs_in_a_clean_folder_and_makes_what_it_says(path, tmp_path, 
     run(path, tmp_path)
 
 
-def test_the_guide_lists_all_scripts_as_they_describe_themselves():
-    rows = re.findall(r"^\|\[`\w+\.(?:py|sh)`\].*$", (ROOT / "docs" / "your-own.md").read_text(), re.MULTILINE)
+def test_the_page_of_the_folder_lists_all_scripts_as_they_describe_themselves():
+    rows = re.findall(r"^\|\[`\w+\.(?:py|sh)`\].*$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert rows == [row(path) for path in SCRIPTS], "\n".join(row(path) for path in SCRIPTS)
+    assert f"[{len(SCRIPTS)} scripts]" in (ROOT / "docs" / "your-own.md").read_text()
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
