@@ -1,5 +1,7 @@
 """``merge_checkpoints``: the formula, the reference and the alignment of networks in files."""
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from helpers import assert_refused, assert_same, randomize_statistics
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_sym.merging import METHODS, merge_checkpoints, merge_tensors
+from lightning_sym.merging import METHODS, checkpoints, merge_checkpoints, merge_tensors
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -41,6 +43,21 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Ten
     for name, state in zip(("parent", "a", "b"), states, strict=True):
         save_file(state, f"{name}.safetensors")
     return states
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once() -> Iterator[None]:
+    """Trace an architecture once: the self-test would take most of the time of these merges."""
+    traced: dict[str, Symmetry] = {}
+
+    def trace(model: nn.Module, example: Any) -> Symmetry:
+        if str(model) not in traced:
+            traced[str(model)] = trace_symmetry(model, example)
+        return copy.deepcopy(traced[str(model)])  # merges add notes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "trace_symmetry", trace)
+        yield
 
 
 def merged(*names: str, **settings: Any) -> dict[str, Tensor]:
