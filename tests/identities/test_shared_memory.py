@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import assert_same
 from safetensors.torch import load_file, save_file
 from symmetry_family_cases import L, difference, evaluate
 from torch import Tensor, nn
@@ -180,6 +181,7 @@ def test_an_element_keeps_the_function_in_memory_in_place_and_through_a_state_di
             fresh.load_state_dict(own.state_dict())
             assert difference(evaluate(fresh, (x,)), before) < 1e-9
         symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed)), network, inplace=True)
+        assert_same(dict(moved.state_dict()), dict(network.state_dict()))
         assert difference(evaluate(network, (x,)), before) < 1e-9
     if share in SHARED:
         for own in (network, moved):
