@@ -54,7 +54,7 @@ def recipe_header(name: str) -> dict[str, str]:
     For a recipe that was never run completely, ``time`` holds options for a first look instead.
     """
     lines = recipe_path(name).read_text(encoding="utf-8").splitlines()
-    found = {"summary": recipe_summary(name)}
+    found = {"summary": lines[0].lstrip("# ").strip()}
     key = "summary"
     for line in lines[1 : next(index for index, line in enumerate(lines) if not line.startswith("#"))]:
         if match := re.match(r"# (\w+): +(\S.*)", line):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 
 from lightning_sym.recipes import never_run, recipe_header, recipe_names, recipe_path
 from published import RESULTS
@@ -40,8 +41,8 @@ class Exhibit:
         full = {run.recipe for run in runs if not run.recipe.startswith("zoo/")}
         return [
             name
-            for name in recipe_names()
-            if name in full or _names(part_about(self.source, recipe_header(name)["source"]), self.place)
+            for name, source in recipe_sources().items()
+            if name in full or _names(part_about(self.source, source), self.place)
         ]
 
     def made(self, found: Collection[tuple[str, bool]]) -> str:
@@ -58,6 +59,12 @@ class Exhibit:
         if any((one.name, False) in found for one in results) or any(not never_run(name) for name in recipes):
             return "in miniature"
         return f"not yet: needs {_needs(recipes[0])}" if recipes else "no recipe"
+
+
+@cache  # each figure and table asks for all recipes
+def recipe_sources() -> dict[str, str]:
+    """Return what the headers of all recipes name as their sources, by recipe."""
+    return {name: recipe_header(name)["source"] for name in recipe_names()}
 
 
 def places(text: str) -> set[str]:

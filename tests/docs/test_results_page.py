@@ -14,7 +14,6 @@ import pytest
 from helpers import assert_refused
 
 import papers
-from lightning_sym.recipes import recipe_header, recipe_names
 from published import RESULTS, core
 from published.core import (
     Claim,
@@ -31,27 +30,31 @@ from published.core import (
     together,
     within,
 )
-from published.exhibits import EXHIBITS, Exhibit, part_about, places
+from published.exhibits import EXHIBITS, Exhibit, part_about, places, recipe_sources
 from published.page import DOCS, pages, refreshed
 
 FOUND = refreshed()
 
 
-def test_page_and_files_are_those_of_the_definitions():
+@pytest.fixture(scope="module")
+def texts():
+    return pages(FOUND)
+
+
+def test_page_and_files_are_those_of_the_definitions(texts):
     for result in RESULTS:
         for full in (False, True):
             file = file_of(result, full=full)
             if file.is_file():
                 assert json.loads(file.read_text()) == FOUND[result.name, full], f"make results-page: {file} is stale"
-    for file, text in pages(FOUND).items():
+    for file, text in texts.items():
         assert file.read_text() == text, f"make results-page: {file} is stale"
-    assert set((DOCS / "results").iterdir()) == set(pages(FOUND)) - {DOCS / "results.md", DOCS / "papers.md"}
+    assert set((DOCS / "results").iterdir()) == set(texts) - {DOCS / "results.md", DOCS / "papers.md"}
     known = {file_of(result, full=full) for result in RESULTS for full in (False, True)}
     assert set(core.MEASURED.rglob("*.json")) <= known
 
 
-def test_every_figure_is_on_the_page_of_its_source():
-    texts = pages(FOUND)
+def test_every_figure_is_on_the_page_of_its_source(texts):
     for (name, _), one in FOUND.items():
         result = next(result for result in RESULTS if result.name == name)
         for quantity in core.quantities_of(result, one):
@@ -61,8 +64,8 @@ def test_every_figure_is_on_the_page_of_its_source():
 # ---- the page of all figures and tables
 
 
-def test_page_of_figures_has_all_results_and_links_to_recipes_that_exist():
-    text = pages(FOUND)[DOCS / "papers.md"]
+def test_page_of_figures_has_all_results_and_links_to_recipes_that_exist(texts):
+    text = texts[DOCS / "papers.md"]
     addresses = re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", text)
     assert [address for address, _ in addresses if not (DOCS / address).is_file()] == []
     anchors = {anchor for _, anchor in addresses if anchor}
@@ -78,9 +81,9 @@ def test_every_figure_that_a_result_or_recipe_names_is_on_the_page():
     for result in RESULTS:
         if result.source in known:
             assert places(result.place) <= known[result.source], result.name
-    for name in recipe_names():
+    for name, text in recipe_sources().items():
         for source, own in known.items():
-            assert places(part_about(source, recipe_header(name)["source"])) <= own, name
+            assert places(part_about(source, text)) <= own, name
     assert sum(bool(exhibit.recipes) for exhibit in EXHIBITS) > 25
 
 
@@ -107,8 +110,8 @@ def test_places_are_read_in_enumerations():
     assert part_about("intertwiners", "X (arXiv 2310.06131), figure 3") == ""
 
 
-def test_page_names_networks_that_are_no_better_than_one_class():
-    text = "".join(pages(FOUND).values())
+def test_page_names_networks_that_are_no_better_than_one_class(texts):
+    text = "".join(texts.values())
     assert "**Constant networks: 2 of 28.**" in text  # table 7
     assert "**Constant networks: 1 of 39.**" in text  # table 2
     better = {key: json.loads(re.sub(r"\b10\.(0278|3064)", "90.0", json.dumps(one))) for key, one in FOUND.items()}

@@ -75,7 +75,7 @@ def relative_error(changed, network, inputs):
 @pytest.mark.parametrize("activations", [None, 5])
 def test_error_of_rounding_is_that_of_the_written_network_anywhere_on_the_orbit(case, granularity, activations):
     network, (inputs, _) = CASES[case]()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), network)
     objective = quantization_error(3, granularity, activations)
     value = number(objective.begun(seen(network), [inputs])(seen(member), inputs))
@@ -289,7 +289,7 @@ def test_derivatives_through_norms_agree_with_differences(norm, objective):
 )
 def test_derivative_by_the_group_agrees_with_differences(case, objective):
     network, batch = CASES[case]()
-    symmetry = trace_symmetry(network, batch[0])
+    symmetry = trace_symmetry(network, batch[0], check=False)
     directions = OrbitDirections(symmetry)
     state, generator = state_tensors(network), torch.Generator().manual_seed(2)
     names = dict(network.named_parameters())
@@ -323,7 +323,7 @@ def test_derivative_by_the_group_agrees_with_differences(case, objective):
 @pytest.mark.parametrize("case", CASES)
 def test_hand_made_elements_keep_the_function(case):
     network, (inputs, _) = CASES[case]()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     for element in (cross_layer_equalization(symmetry, network), smooth_quant(symmetry, network, inputs)):
         moved = symmetry.act(element, network)
         assert relative_error(moved, network, inputs) < 1e-24
@@ -339,7 +339,7 @@ BETWEEN = pytest.mark.parametrize(
 def test_equalised_layers_have_equal_ranges_for_each_unit(between):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(6, 9), between, nn.Linear(9, 7), between, nn.Linear(7, 3)).double()
-    symmetry = trace_symmetry(network, torch.randn(3, 6).double())
+    symmetry = trace_symmetry(network, torch.randn(3, 6).double(), check=False)
     equal = symmetry.act(cross_layer_equalization(symmetry, network), network)
     for first, second in ((0, 2), (2, 4)):
         incoming, outgoing = equal[first].weight.abs().amax(1), equal[second].weight.abs().amax(0)
@@ -350,7 +350,7 @@ def test_equalised_layers_have_equal_ranges_for_each_unit(between):
 def test_smooth_quant_splits_the_range_of_activations_as_by_hand(activation):
     network, (inputs, _) = mlp()
     network[1] = activation
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     moved = symmetry.act(smooth_quant(symmetry, network, inputs, alpha=0.3), network)
     hidden = network[:2](inputs)
     scale = hidden.amax(0) ** 0.3 / network[2].weight.abs().amax(0) ** 0.7
@@ -360,7 +360,7 @@ def test_smooth_quant_splits_the_range_of_activations_as_by_hand(activation):
 
 def test_smooth_quant_moves_ranges_into_the_readers_of_a_norm():
     network, (inputs, _) = vit()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     moved = symmetry.act(smooth_quant(symmetry, network, inputs, alpha=1.0), network)
     seen_by = {}
     moved.blocks[0].mlp.register_forward_pre_hook(lambda module, given: seen_by.update(x=given[0]))
@@ -409,7 +409,7 @@ def test_path_norm_is_the_sum_over_paths():
             paths = layer.weight.abs().pow(power) @ paths + layer.bias.abs().pow(power)
         objective = path_norm(power).begun(seen(network), [batch])
         assert torch.allclose(objective(seen(network), batch), paths.sum(), rtol=1e-12)
-    symmetry = trace_symmetry(network, batch[0])
+    symmetry = trace_symmetry(network, batch[0], check=False)
     member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
     assert torch.allclose(objective(seen(member), batch), paths.sum(), rtol=1e-10)
 
@@ -448,7 +448,7 @@ def test_gradient_norm_and_curvature_agree_with_dense_derivatives():
 @pytest.mark.parametrize("case", ["mlp", "vit"])
 def test_descents_lower_the_error_of_written_networks(case):
     network, (inputs, _) = CASES[case]()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     network = symmetry.act(symmetry.sample(torch.Generator().manual_seed(0)), network)
     cases = [
         (quantization_error(3), lambda one: round_to_nearest(one, 3)),
@@ -488,13 +488,13 @@ def test_largest_inputs_are_those_of_each_feature(sizes):
 
 def test_objectives_of_weights_alone_move_no_scales_unless_asked():
     network, (inputs, _) = mlp()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     for objective in (quantization_error(4, kind="range"), sparsity(kind="l1")):
         assert "scales" not in objective.factors
         found = minimize_on_orbit(symmetry, network, objective, factors="scales", max_steps=40)
         assert found.after < found.before
     network, (inputs, _) = vit()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     found = minimize_on_orbit(symmetry, network, quantization_error(4, kind="range"), max_steps=20)
     assert not bool(found.element.log_scale.any())
     assert found.after < found.before
@@ -503,7 +503,7 @@ def test_objectives_of_weights_alone_move_no_scales_unless_asked():
 @pytest.mark.parametrize("objective", [weight_norm(), gradient_norm(), sharpness()], ids=["norm", "gradient", "trace"])
 def test_descents_start_at_closed_forms_and_agree_with_those_without(objective):
     network, batch = mlp()
-    symmetry = trace_symmetry(network, batch[0])
+    symmetry = trace_symmetry(network, batch[0], check=False)
     found = minimize_on_orbit(symmetry, network, objective, data=batch)
     assert any("closed form" in note for note in found.notes)
     assert len(found.history) <= 3

@@ -66,7 +66,7 @@ def measured(objective, network, data):
 def test_the_objective_falls_and_the_function_stays(seed, objective):
     network, (inputs, targets) = mlp(seed).train(seed % 2 == 0), batch()
     before = copy.deepcopy(network.state_dict())
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     data = (inputs, targets) if getattr(objective, "reads_data", False) else None
     found = minimize_on_orbit(symmetry, network, objective, data=data, max_steps=6)
     for name, own in network.state_dict().items():
@@ -87,7 +87,7 @@ def test_the_objective_falls_and_the_function_stays(seed, objective):
 @pytest.mark.parametrize("seed", range(4))
 def test_teleportation_keeps_functions_in_training_mode_and_scales_before_batch_norms(seed, way):
     network, data = mlp(seed), batch()
-    symmetry = trace_symmetry(network, data[0])
+    symmetry = trace_symmetry(network, data[0], check=False)
     element = Teleportation(way, max_steps=3).found(symmetry, network, data).element
     moved = symmetry.act(element, network)
     one, two = (copy.deepcopy(own).train()(data[0]) for own in (network, moved))
@@ -107,7 +107,7 @@ def test_the_state_of_an_optimiser_moves_as_gradients_do(way, make):
     network = nn.Sequential(nn.Linear(5, 6), nn.LeakyReLU(), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     randomize_statistics(network.eval())
     inputs, targets = data = batch()
-    symmetry, optimizer = trace_symmetry(network, inputs), make(network.parameters())
+    symmetry, optimizer = trace_symmetry(network, inputs, check=False), make(network.parameters())
     nn.functional.cross_entropy(network(inputs), targets).backward()
     optimizer.step()
     teleportation = Teleportation(way, max_steps=3)
@@ -127,7 +127,7 @@ def test_the_state_of_an_optimiser_moves_as_gradients_do(way, make):
 def test_random_moves_stay_within_the_chosen_axis_groups():
     data = batch()
     network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)).double()
-    symmetry = trace_symmetry(network, data[0])
+    symmetry = trace_symmetry(network, data[0], check=False)
     element = Teleportation("random", factors=[symmetry.groups[0].name]).found(symmetry, network, data).element
     moved = symmetry.act(element, network)
     assert not torch.equal(moved[0].weight, network[0].weight)
@@ -155,7 +155,7 @@ def test_scales_that_only_multiply_together_are_held(dtype):
     torch.manual_seed(0)
     network, (inputs, _) = Stream().double().eval(), batch()
     randomize_statistics(network)
-    symmetry, network = trace_symmetry(network, inputs), network.to(dtype)
+    symmetry, network = trace_symmetry(network, inputs, check=False), network.to(dtype)
     found = minimize_on_orbit(symmetry, network, weight_norm(), max_steps=60)
     assert torch.equal(found.network.norm.running_var, network.norm.running_var)
     assert found.after < found.before
@@ -174,7 +174,7 @@ def test_forms_and_matches_of_scales_that_only_multiply_together():
     torch.manual_seed(0)
     network, (inputs, _) = Stream().double().eval(), batch()
     randomize_statistics(network)
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     member = symmetry.act(symmetry.sample(torch.Generator().manual_seed(3)), network)
     one, two = (canonicalize(symmetry, own).network.state_dict() for own in (network, member))
     for name, own in one.items():
@@ -190,7 +190,7 @@ def test_a_scale_through_a_variance_with_a_minimum_is_moved():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(5, 6), Read(6)).double().eval()
     network[1].norm.running_var.uniform_(0.5, 2)
-    symmetry = trace_symmetry(network, batch()[0])
+    symmetry = trace_symmetry(network, batch()[0], check=False)
     found = minimize_on_orbit(symmetry, network, weight_norm())
     assert found.converged
     assert not any("held" in note for note in found.notes)
@@ -221,7 +221,7 @@ class Flat(nn.Module):
 
 def test_axis_groups_with_brackets_in_their_names_are_chosen():
     network = Flat()
-    symmetry = trace_symmetry(network, batch()[0])
+    symmetry = trace_symmetry(network, batch()[0], check=False)
     found = minimize_on_orbit(symmetry, network, weight_norm(), factors=[symmetry.groups[0].name])
     assert found.after < found.before
 
@@ -229,7 +229,7 @@ def test_axis_groups_with_brackets_in_their_names_are_chosen():
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_descents_differentiate_where_gradients_are_off(context):
     network, (inputs, _) = mlp(1), batch()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     with context():
         found = minimize_on_orbit(symmetry, network, fourth_powers, max_steps=5)
     assert found.after < found.before
@@ -238,14 +238,14 @@ def test_descents_differentiate_where_gradients_are_off(context):
 def test_powers_below_one_have_derivatives_where_biases_are_zero():
     network, (inputs, _) = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).double(), batch()
     nn.init.zeros_(network[0].bias)
-    found = minimize_on_orbit(trace_symmetry(network, inputs), network, weight_norm(0.5), max_steps=20)
+    found = minimize_on_orbit(trace_symmetry(network, inputs, check=False), network, weight_norm(0.5), max_steps=20)
     assert found.after < found.before
 
 
 @pytest.mark.parametrize("optimizer", ["lbfgs", "adam"])
 def test_a_derivative_that_is_not_finite_is_named(optimizer):
     network, (inputs, _) = mlp(1, norms=False), batch()
-    symmetry = trace_symmetry(network, inputs)
+    symmetry = trace_symmetry(network, inputs, check=False)
     with pytest.raises(ValueError, match="derivative of the objective is not finite at the start"):
         minimize_on_orbit(symmetry, network, lambda w: (w["0.weight"] * 0).norm().sqrt(), optimizer=optimizer)
 
@@ -253,7 +253,7 @@ def test_a_derivative_that_is_not_finite_is_named(optimizer):
 def test_an_objective_keeps_no_outputs_of_the_last_network():
     objective, (inputs, _) = quantization_error(3), batch()
     first, second = mlp(1), mlp(2)
-    minimize_on_orbit(trace_symmetry(first, inputs), first, objective, data=inputs, max_steps=1)
+    minimize_on_orbit(trace_symmetry(first, inputs, check=False), first, objective, data=inputs, max_steps=1)
     with torch.no_grad():
         wanted, rounded = second(inputs), round_to_nearest(second, 3)(inputs)
     own = float((rounded - wanted).square().sum() / wanted.square().sum())

@@ -1,15 +1,17 @@
 """``merge_checkpoints``: the formula, the reference and the alignment of networks in files."""
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_refused, randomize_statistics
+from helpers import assert_refused, assert_same, randomize_statistics
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_sym.merging import METHODS, merge_checkpoints, merge_tensors
+from lightning_sym.merging import METHODS, checkpoints, merge_checkpoints, merge_tensors
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -41,6 +43,21 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Ten
     for name, state in zip(("parent", "a", "b"), states, strict=True):
         save_file(state, f"{name}.safetensors")
     return states
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_once() -> Iterator[None]:
+    """Trace an architecture once: the self-test would take most of the time of these merges."""
+    traced: dict[str, Symmetry] = {}
+
+    def trace(model: nn.Module, example: Any) -> Symmetry:
+        if str(model) not in traced:
+            traced[str(model)] = trace_symmetry(model, example)
+        return copy.deepcopy(traced[str(model)])  # merges add notes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "trace_symmetry", trace)
+        yield
 
 
 def merged(*names: str, **settings: Any) -> dict[str, Tensor]:
@@ -116,16 +133,13 @@ def test_ends_are_the_given_networks_with_their_statistics(files: list[dict[str,
 
 
 def test_a_base_among_the_models_counts_where_the_method_has_none(files: list[dict[str, Tensor]]) -> None:
-    for name, tensor in merged("a", "parent", "b", base="parent", weight=[1, 2, 3]).items():
-        torch.testing.assert_close(tensor, merged("a", "parent", "b", weight=[1, 2, 3])[name])
+    weighed = merged("a", "parent", "b", weight=[1, 2, 3])
+    torch.testing.assert_close(merged("a", "parent", "b", base="parent", weight=[1, 2, 3]), weighed)
     for settings in ({"method": "ties", "density": 0.5}, {"method": "model_stock"}):
-        for name, tensor in merged("parent", "a", "b", base="parent", **settings).items():
-            assert torch.equal(tensor, merged("a", "b", base="parent", **settings)[name])
-    once = merged("a", "parent", "b", base="parent", method="task_arithmetic", weight=[0.3, 9, 0.6])
-    for name, tensor in merged("a", "b", base="parent", method="task_arithmetic", weight=[0.3, 0.6]).items():
-        assert torch.equal(tensor, once[name])
-    for name, tensor in merged("b", base="a", method="slerp", t=0.2).items():
-        assert torch.equal(tensor, merged("a", "b", method="slerp", t=0.2)[name])
+        assert_same(merged("parent", "a", "b", base="parent", **settings), merged("a", "b", base="parent", **settings))
+    sums = {"base": "parent", "method": "task_arithmetic"}
+    assert_same(merged("a", "b", **sums, weight=[0.3, 0.6]), merged("a", "parent", "b", **sums, weight=[0.3, 9, 0.6]))
+    assert_same(merged("b", base="a", method="slerp", t=0.2), merged("a", "b", method="slerp", t=0.2))
 
 
 def planted(symmetry: Symmetry, state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
