@@ -311,6 +311,23 @@ def test_cells_without_a_balanced_member_are_named():
     assert any("no lower bound" in note for note in bounds.notes)
 
 
+@pytest.mark.parametrize("removed", ["in", "out", "both"])
+def test_scales_of_dead_units_leave_no_lower_bound(removed: str) -> None:
+    """They have no balance: points of one orbit differ there after balancing, at a distance of 0."""
+    network = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        if removed != "out":
+            network[0].weight[1], network[0].bias[1] = 0, 0
+        if removed != "in":
+            network[2].weight[:, 1] = 0
+    symmetry = trace_symmetry(network, torch.randn(2, 5, dtype=torch.float64))
+    other = symmetry.act(drawn(symmetry, 0), network)
+    bounds = orbit_distance(symmetry, network, other)
+    assert bounds.lower < EXACT
+    assert any("have no balance" in note for note in bounds.notes) == (removed != "both")
+    assert (bounds.upper < EXACT) == (removed == "both")
+
+
 @torch.enable_grad()  # as in a notebook: weights that require gradients are no reason to fail
 def test_post_norm_transformers_on_one_orbit_have_one_form() -> None:
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Diagonal factors: positive scales and signs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -16,6 +16,8 @@ from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gained_forms import held_scales
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
+from lightning_sym.symmetry.group.gauge import without_balance
+from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.group.order import find_signs
 from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proportion
 from lightning_sym.symmetry.group.search import Search
@@ -105,6 +107,16 @@ class Scale(Diagonal):
         both = np.stack([one.numpy(), two.numpy()])
         classes = (both[:, members] for members in self.group.plan.classes)
         return all(bool((own.std(1) <= _EVEN).all() and abs(own[0].mean() - own[1].mean()) <= _EVEN) for own in classes)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on scales that have no balance; see :class:`Factor`."""
+        plan = self.group.plan
+        free = sum(int(without_balance(plan, Squares(plan, own)).sum()) for own in networks if balanced)
+        note = (
+            f"{free} scales have no balance, as all weights into their units, or out of them, are zero: they are "
+            "compared unchanged, and no lower bound is known"
+        )
+        return [note] * bool(free), bool(free)
 
     def put_in_proportion(self, theirs: Mapping[str, Tensor], own: Mapping[str, Tensor], back: Tensor) -> Tensor | None:
         """Return corrections of scales for units that would be out of proportion; see :class:`Factor`."""

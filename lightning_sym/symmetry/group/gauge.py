@@ -34,6 +34,7 @@ class ScaleGauge:
     Attributes:
         log_scale: Natural logarithms of the scales. Shape (generators,).
         dead: Mask of generators that stay, as all weights that they multiply, or divide, are zero. Shape (generators,).
+        movable: Those of them that would change other weights: networks of one orbit may differ there after balancing.
         notes: Notes on missed tolerances.
         sweeps: Number of passes over all generators.
         residual: Largest relative difference between incoming and outgoing norms after balancing.
@@ -45,7 +46,7 @@ class ScaleGauge:
         self.log_scale = np.zeros(count)
         known = ~np.isnan(held) & (gauge == "balanced")
         self.sought = (plan.class_of >= 0) & ~known
-        self.dead = np.zeros(count, bool)
+        self.dead, self.movable = np.zeros(count, bool), np.zeros(count, bool)
         self.notes: list[str] = []
         self.sweeps, self.residual, self.converged = 0, 0.0, True
         self._level: Callable[[Floats], Floats] | None = None
@@ -248,18 +249,25 @@ class ScaleGauge:
         The squared norm is a sum of exponentials of linear functions of the logarithms, hence convex.
         """
         names = self.squares.allowed(mask)
-        # Zero slices have no balance: their units stay unchanged, and the others are balanced as if these were absent.
-        while True:
-            up, down = self._sides(mask, names)
-            dead = free & ~self.dead & ((up <= NOTHING) | (down <= NOTHING))
-            if not dead.any():
-                break
-            self.dead |= dead
-            mask = mask * self._without()
+        mask = self._bury(free, mask, names)
         active = free & ~self.dead
         if active.any():
             self._sweep(active, mask, names)
             self._descend(active, mask, names)
+
+    def _bury(self, free: Bools, mask: Floats, names: Collection[str]) -> Floats:
+        """Mark free generators with zero slices as dead, and return the mask without their positions.
+
+        Zero slices have no balance: their units stay unchanged, and the others are balanced as if these were absent.
+        """
+        while True:
+            up, down = self._sides(mask, names)
+            dead = free & ~self.dead & ((up <= NOTHING) | (down <= NOTHING))
+            if not dead.any():
+                return mask
+            self.dead |= dead
+            self.movable |= dead & ((up > NOTHING) | (down > NOTHING))
+            mask = mask * self._without()
 
     def _energy(self, log_scale: Floats, mask: Floats, names: Collection[str]) -> float:
         return self.squares.energy(self._factor(mask, log_scale), names)
@@ -432,3 +440,21 @@ def one_sided(plan: Plan, squares: Squares) -> Bools:
     while (joint := gauge._jointly(gauge.sought & ~found)).any():
         found |= joint
     return found
+
+
+def without_balance(plan: Plan, squares: Squares) -> Bools:
+    """Return a mask of the scales that balancing leaves unchanged, although they change weights: those of dead units.
+
+    Args:
+        plan: The plan of the group.
+        squares: Squared norms of the network.
+
+    Returns:
+        Shape (generators,).
+    """
+    nothing = np.full(len(plan.class_of), np.nan)
+    gauge = ScaleGauge(plan, squares, None, nothing, nothing)
+    levels, free = gauge._levels()
+    mask = gauge._without(*levels)
+    gauge._bury(free & ~gauge._jointly(free, levels), mask, squares.allowed(mask))
+    return gauge.movable

@@ -81,7 +81,7 @@ def orbit_distance(
     Note:
         The bounds hold for permutations, signs and rotations of the balanced networks. For distances between orbits
         with free scales, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form and
-        stays unchanged.
+        stays unchanged: a note says so, and the lower bound is 0.
     """
     check_integers(restarts=restarts, max_sweeps=max_sweeps)
     check_networks(symmetry, a=a, b=b)
