@@ -422,9 +422,9 @@ class Solution:
         for length in rising(lengths):
             at = starts[lengths == length][:, None] + np.arange(length)
             patterns, which = np.unique(signs[at], axis=0, return_inverse=True)
-            for number, factors in enumerate(patterns.tolist()):
+            for like, factors in enumerate(patterns.tolist()):
                 terms: list[Any] = [(factor, []) for factor in factors]
-                unknowns.equations.append((everything[at[which.ravel() == number]], terms))
+                unknowns.equations.append((everything[at[which.ravel() == like]], terms))
         return True
 
     def _met_twins(self) -> bool:
