@@ -457,19 +457,17 @@ def digest(*parts: Any) -> str:
     state = hashlib.sha256()
 
     def add(part: Any) -> None:
-        if isinstance(part, np.ndarray):  # the most frequent types come first
+        if is_dataclass(part) and not isinstance(part, type):
+            add([getattr(part, own.name) for own in fields(part)])
+        elif sparse.issparse(part):
+            add([part.shape, part.indptr.astype(np.int64), part.indices.astype(np.int64), part.data])
+        elif isinstance(part, np.ndarray):
             state.update(repr(part.shape).encode() + np.ascontiguousarray(part).tobytes())
         elif isinstance(part, (list, tuple)):
             state.update(b"(")
             for item in part:
                 add(item)
             state.update(b")")
-        elif isinstance(part, (str, int, float)):
-            state.update(repr(part).encode() + b";")
-        elif is_dataclass(part) and not isinstance(part, type):
-            add([getattr(part, own.name) for own in fields(part)])
-        elif sparse.issparse(part):
-            add([part.shape, part.indptr.astype(np.int64), part.indices.astype(np.int64), part.data])
         else:
             state.update(repr(part).encode() + b";")
 

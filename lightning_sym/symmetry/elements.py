@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, rising
+from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.affine.space import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
@@ -195,8 +194,6 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
     starts = np.array([slot.offset for slot in structure.slots], np.int64)
     names: set[str] = set()
     firsts = np.array([units[0] for units in structure.orbits], np.int64)
-    magnitudes = structure.magnitudes.tocsc()
-    magnitudes.sum_duplicates()  # and sort
     tapped: defaultdict[int, list[Tap]] = defaultdict(list)  # by the first unit of an orbit
     for tap in taps:
         for unit in firsts[np.isin(firsts, _units_in(tap.seen))].tolist():
@@ -206,7 +203,7 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
         slot_of = np.searchsorted(starts, columns[0], side="right") - 1 if columns.shape[1] else np.zeros(0, int)
         first = np.zeros(columns.shape[1])
         if table.shape[1] and columns.shape[1]:
-            first = _entries(magnitudes, columns[0], table[0, 0])
+            first = np.asarray(structure.magnitudes[columns[0], table[0, 0]].todense()).ravel()
         occurrences = []
         for slot_index, exponent in dict.fromkeys(zip(slot_of.tolist(), first.tolist(), strict=True)):
             slot = structure.slots[slot_index]
@@ -237,15 +234,3 @@ def axis_groups(structure: Structure, parameters: Collection[str], taps: Iterabl
             phase=bool(structure.phase_of[units[0]] >= 0),
             gained=tuple(cell for cell in structure.gained if cell.orbit == index),
         )
-
-
-def _entries(matrix: sparse.csc_matrix, rows: Ints, column: int) -> Floats:
-    """Return entries of one column of a matrix with sorted indices."""
-    begin, end = matrix.indptr[column : column + 2]
-    known, values = matrix.indices[begin:end], matrix.data[begin:end]
-    found = np.zeros(len(rows))
-    at = np.searchsorted(known, rows)
-    some = at < len(known)
-    some[some] = known[at[some]] == rows[some]
-    found[some] = values[at[some]]
-    return found

@@ -44,7 +44,6 @@ class Rewriter:
         self.at: fx.Node = next(iter(capture.graph.nodes))
         self.rule = "at hand"
         self._marked = {mark.node for mark in capture.marks}
-        self._names: dict[Any, str] = {}  # by operation, asked for several times by each rewrite
         self._made: dict[fx.Node, Made] = {}
         self._constants: dict[fx.Node, Tensor | None] = {}
         self._alike: dict[Any, tuple[fx.GraphModule, pytree.TreeSpec]] = {}
@@ -66,11 +65,9 @@ class Rewriter:
         """Return the name of a replaceable operation without the suffix ``_``; empty for other nodes."""
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return ""
-        name = self._names.get(node.target)
-        if name is None:
-            name = "" if self.is_kept(node.target) else operation_name(node.target).removesuffix("_")
-            self._names[node.target] = name
-        return "" if not name or written_by(node) else name
+        if self.is_kept(node.target) or written_by(node):
+            return ""
+        return operation_name(node.target).removesuffix("_")
 
     def is_kept(self, target: Any) -> bool:
         """Whether a user has a rule for an operation."""
