@@ -5,12 +5,15 @@ import pytest
 import torch
 from scipy import sparse
 from scipy.sparse import csr_matrix
+from torch import Tensor, nn
 
+from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.arrays import distinct_columns, rising, rising_pairs
 from lightning_sym.symmetry.group.translations import pivots
 from lightning_sym.symmetry.solving import scales
 from lightning_sym.symmetry.tracing.affine.moves import Move
-from lightning_sym.symmetry.tracing.affine.solution import eliminate
+from lightning_sym.symmetry.tracing.affine.solution import Solution, eliminate
+from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns, distinct, places
 from lightning_sym.symmetry.tracing.coordinates import numbered_rows, varies
 from lightning_sym.symmetry.tracing.equations import _once, solve
@@ -213,3 +216,33 @@ def test_generators_that_act_with_known_ones_are_exchanged_for_what_acts_alone()
     # What they generate stays.
     assert np.linalg.matrix_rank(np.hstack([forms, found.forms.toarray()])) == 6
     assert np.array_equal(found.forms.toarray(), np.rint(found.forms.toarray()))
+
+
+class TiedTransformer(nn.Module):
+    """A table of tokens that also reads the stream, one layer between layer norms."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(tokens, 4), nn.Embedding(6, 4)
+        self.first, self.layer, self.last = nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        return self.last(h + self.layer(self.first(h))) @ self.tokens.weight.mT
+
+
+def test_blocks_of_equations_do_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a table with equal factors share a block: 50,000 blocks of one row each took most of the time."""
+    counts = []
+
+    def solved(self: Solution, system: System) -> None:
+        plain(self, system)
+        counts.append((len(system.unknowns.equations), sum(len(own) for own, _ in system.unknowns.equations)))
+
+    plain = Solution.__init__
+    monkeypatch.setattr(Solution, "__init__", solved)
+    for tokens in (7, 70):
+        trace_symmetry(TiedTransformer(tokens).eval(), torch.randint(tokens, (2, 5)), check=False)
+    (blocks, rows), (many_blocks, many_rows) = counts
+    assert many_blocks == blocks
+    assert many_rows > rows + 63

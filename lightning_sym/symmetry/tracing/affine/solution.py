@@ -407,17 +407,25 @@ class Solution:
         mixed, other = np.zeros(len(maker), bool), (maker < 0) | (column >= 0)
         mixed[number[given != maker[number]]] = True
         other[number[(given < 0) | (np.abs(np.abs(forms.data) - 1) > _NOTHING)]] = True
-        found = False
-        for at in np.flatnonzero(mixed & ~other).tolist():
-            begin, end = forms.indptr[at : at + 2]
-            others, factors = free[forms.indices[begin:end]], forms.data[begin:end]
-            everything, signs = np.r_[at, others], np.r_[1.0, -factors]
-            for which in np.unique(maker[everything]):
-                part = maker[everything] == which
-                terms: list[Any] = [(sign, []) for sign in signs[part].tolist()]
-                unknowns.equations.append((everything[part][None], terms))
-            found = True
-        return found
+        rows = np.flatnonzero(mixed & ~other)
+        if not len(rows):
+            return False
+        made = forms[rows]
+        row = np.r_[np.arange(len(rows)), np.repeat(np.arange(len(rows)), np.diff(made.indptr))]
+        everything, signs = np.r_[rows, free[made.indices]], np.r_[np.ones(len(rows)), -made.data]
+        order = np.lexsort((maker[everything], row))
+        row, everything, signs = (own[order] for own in (row, everything, signs))
+        new = np.r_[True, (np.diff(row) != 0) | (np.diff(maker[everything]) != 0)]
+        starts = np.flatnonzero(new)
+        lengths = np.diff(np.r_[starts, len(row)])
+        # Thousands of rows have the same factors, as those of a table of tokens: one block holds them all.
+        for length in rising(lengths):
+            at = starts[lengths == length][:, None] + np.arange(length)
+            patterns, which = np.unique(signs[at], axis=0, return_inverse=True)
+            for like, factors in enumerate(patterns.tolist()):
+                terms: list[Any] = [(factor, []) for factor in factors]
+                unknowns.equations.append((everything[at[which.ravel() == like]], terms))
+        return True
 
     def _met_twins(self) -> bool:
         """Equate the results of the same weights on equal sources, and the sources of equal results.
