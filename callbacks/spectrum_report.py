@@ -1,21 +1,27 @@
 """Sharpness of the members of a zoo after training."""
 
+import time
 from typing import Any
 
 import torch
 from pytorch_lightning import Trainer
+from pytorch_lightning.utilities import rank_zero_warn
 
 from lightning_sym._checks import check_integers
+from lightning_sym._distributed import gathered
 from lightning_sym._random import seeded
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks.report import RunReport
-from lightning_sym.curvature import canonical_operator, sharpness_modulo_symmetry, spectral_density
+from lightning_sym.curvature import CurvatureOperator, canonical_operator, sharpness_modulo_symmetry, spectral_density
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.cells import counted
 from lightning_sym.reports.spectra import MemberSpectrum, spectrum_results
 from lightning_sym.symmetry import trace_symmetry
+
+_LANCZOS = 20  # products for a largest eigenvalue, about
+_FEW = 64  # samples for an estimate of time
 
 
 class SpectrumReport(RunReport):
@@ -45,7 +51,7 @@ class SpectrumReport(RunReport):
 
     Note:
         A member takes about ``3 * (trace_probes + 20) + steps * probes`` products with the Hessian, each some three
-        gradients over the data.
+        gradients over the data. If that takes more than a minute, a warning estimates it from one product.
     """
 
     needs = ("kept", "loss", "network", "population", "gathered_by_member")
@@ -90,10 +96,28 @@ class SpectrumReport(RunReport):
                 network.to(device, dtype).load_state_dict(state)
                 if not done:
                     symmetry = trace_symmetry(network, torch.rand(2, *data.input_shape, dtype=dtype).to(device))
+                    self._say_if_long(network, batches, task.loss, len(states))
                 found[number] = self._measured(symmetry, network, batches, task.loss)
                 if progress is not None:
                     progress(done + 1, len(states))
         return found
+
+    def _say_if_long(self, network: Any, batches: Any, loss: Any, members: int) -> None:
+        """Warn of more than a minute of work, from the time of one product; to be called on every rank."""
+        samples = sum(gathered(sum(len(x) for x, _ in batches)))
+        few = [(x[:_FEW], y[:_FEW]) for x, y in batches[:1]]
+        hessian = CurvatureOperator(network, few, loss, dtype=torch.float64, check=False)
+        begun = time.perf_counter()
+        hessian @ torch.ones(hessian.size)
+        products = members * (3 * (self.trace_probes + _LANCZOS) + self.steps * self.probes)
+        each = (time.perf_counter() - begun) * samples / hessian.samples
+        minutes = each * products / 60
+        if minutes > 1:
+            rank_zero_warn(
+                f"SpectrumReport makes about {products:,} products with Hessians of {samples:,} inputs, in "
+                f"roughly {minutes:.0f} min on this machine; fewer inputs take less (train_batches=2, on the command "
+                "line --trainer.callbacks.train_batches 2)."
+            )
 
     def _measured(self, symmetry: Any, network: Any, batches: Any, loss: Any) -> MemberSpectrum:
         sharpness = sharpness_modulo_symmetry(

@@ -332,21 +332,39 @@ def _checked(augmentations: list[Augmentation] | None) -> tuple[Augmentation, ..
     return tuple(augmentations or ())
 
 
-def _tensor(values: Any) -> Tensor:
-    """Return values as a tensor; an image of PIL with its channels first, as torchvision does."""
+def _tensor(values: Any, what: str = "data") -> Tensor:
+    """Return values as a tensor; an image of PIL with its channels first, as torchvision does.
+
+    Args:
+        values: Tensor, image, or what numpy takes for an array of numbers, in any byte and memory order.
+        what: Name of the values in errors.
+    """
     if isinstance(values, Tensor):
         return values.detach().cpu()
     if hasattr(values, "getbands"):
         pixels = torch.from_numpy(np.array(values))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    return torch.as_tensor(np.asarray(values))
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{what} must have one shape for all, got sequences of different lengths; pad them.") from None
+    if array.dtype.kind not in "biufc":
+        raise ValueError(
+            f"{what} must be numbers, got {array.dtype}; convert them, names by np.unique(x, return_inverse=True)[1]."
+        )
+    if np.ma.is_masked(values):
+        raise ValueError(f"{what} must have no masked values; fill them, or remove these inputs.")
+    kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
+    return torch.from_numpy(np.require(array, kind, ["C", "W"]))
 
 
 def _as_split(pair: Any, where: str) -> LabelledInputs:
     """Convert data to the types that networks take, and check them."""
     if not isinstance(pair, Sequence) or len(pair) != 2:
         raise ValueError(f"{where} must be a pair (inputs, targets), got {type(pair).__name__}.")
-    inputs, targets = map(_tensor, pair)
+    inputs, targets = (
+        _tensor(part, f"{where}: {name}") for name, part in zip(("inputs", "targets"), pair, strict=True)
+    )
     for name, tensor in (("inputs", inputs), ("targets", targets)):
         check_dense(tensor, name, where)
         if tensor.is_complex():

@@ -214,6 +214,10 @@ class CurvatureOperator(SymmetricOperator):
         if check:
             together(self._check_calls)
         self.samples = sum(gathered(self._data.samples))
+        if self.samples == 0 and any(gathered(self._data.longest)):
+            raise EmptyLoaderError(
+                "the loss of every sample is NaN, as of targets that it ignores; look for NaN there."
+            )
         if self.samples == 0:
             raise EmptyLoaderError("data has no samples on any process; give the training split some.")
 

@@ -5,7 +5,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import numpy as np
@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import FixedFormatter
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ INK = "#1b1b1b"
 # Okabe and Ito's palette, which color-blind readers can tell apart.
 BLUE, VERMILION, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, ORANGE, BLACK = "#56b4e9", "#e69f00", "#000000"
+MISSING = "#e6e6e6"
 _FEW = (BLUE, VERMILION, SKY, ORANGE)
 _LEAST = 9  # pixels of a letter
 # How wide TensorBoard's page of images shows a picture, in pixels, however high it is.
@@ -206,6 +208,22 @@ def numbered_cells(
                 color = "white" if dark[row, column] else INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color, gid=CELL)
     return image
+
+
+def hatch_missing(figure: Figure, panels: Mapping[Axes, Values], name: str) -> None:
+    """Hatch the cells of matrices without a value, and name them below the figure.
+
+    Args:
+        figure: Gets a legend if a value is missing.
+        panels: The matrices by their axes, drawn by :func:`numbered_cells`; NaN for none. Shape ``[A, B]`` each.
+        name: Reason for missing values.
+    """
+    look: Any = {"facecolor": MISSING, "hatch": "////", "edgecolor": "#a0a0a0", "lw": 0}
+    places = [(axes, place) for axes, values in panels.items() for place in np.argwhere(~np.isfinite(values))]
+    for axes, (row, column) in places:
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **look))
+    if places:
+        put_legend(figure, [Patch(**look)], [name])
 
 
 def columns_of(panels: Sequence[Axes]) -> int:

@@ -9,6 +9,8 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatter, MaxNLocator, NullLocator
 
 from lightning_sym.figures import _panels as shared
@@ -30,7 +32,7 @@ class Marks:
     """Marks of a panel: one series for each group of rows.
 
     Rows of one group with the same ``x`` are observations, for example of several members. A ``line`` is their mean,
-    with a band from the lowest to the highest, or the given interval.
+    with a band from the lowest to the highest, or the given interval. The legend names bands and error bars.
 
     Attributes:
         y: Column of the heights; None, NaN, and rows without the column are left out.
@@ -42,6 +44,7 @@ class Marks:
             same label have the same color. Default: the values of ``group``.
         error: Columns of the ends of the interval, or one column of standard errors, which are combined over
             observations. Further ones are used where those before are None.
+        spans: Names of these intervals in the legend, as many as in ``error``; default: their columns.
         where: Which rows are drawn: values by column (a tuple lists several), or a function of a row.
         factor: Multiplies heights and intervals.
         values: Format of the mean printed next to each of the ``bars``; empty for none.
@@ -57,6 +60,7 @@ class Marks:
     kind: Kind = "line"
     label: Text | None = None
     error: Sequence[str | tuple[str, str]] = ()
+    spans: Sequence[str] = ()
     where: Mapping[str, Any] | Callable[[Row], bool] = field(default_factory=dict)
     factor: float = 1.0
     values: str = ""
@@ -64,6 +68,23 @@ class Marks:
     look: Mapping[str, Any] = field(default_factory=dict)
     table: str = ""
     color: str = ""
+
+    def __post_init__(self) -> None:
+        if self.spans and len(self.spans) != len(self.error):
+            raise ValueError(
+                f"spans must name the {len(self.error)} intervals in error, one name for each, got {len(self.spans)}."
+            )
+
+    def span(self, place: int) -> str:
+        """Return the name of an interval.
+
+        Args:
+            place: Its place in ``error``.
+        """
+        if self.spans:
+            return self.spans[place]
+        error = self.error[place]
+        return f"± {error}" if isinstance(error, str) else " to ".join(error)
 
     def rows(self, tables: Mapping[str, Sequence[Row]]) -> list[Row]:
         """Return the rows that are drawn.
@@ -143,7 +164,10 @@ def epoch_panel(title: str, ylabel: str, *marks: Marks, **look: Any) -> Panel:
 
 @dataclass(frozen=True, eq=False)
 class _Series:
-    """The numbers of a series: places ``[T]``, heights ``[T, M]`` and the interval ``[T]``, NaN where there is none."""
+    """The numbers of a series: places ``[T]``, heights ``[T, M]`` and the interval ``[T]``, NaN where there is none.
+
+    ``spans`` names the intervals that are there.
+    """
 
     label: str
     shade: str
@@ -151,6 +175,7 @@ class _Series:
     heights: Values
     low: Values
     high: Values
+    spans: list[str]
     look: dict[str, Any]
 
     @property
@@ -238,7 +263,7 @@ def _drawn(chart: Chart, tables: Mapping[str, Sequence[Row]], title: str) -> Fig
     pointed = [(axes, found) for axes, (panel, *_), found in zip(places, split, series, strict=True) if panel.points]
     if pointed:
         _penalties([axes for axes, _ in pointed], [one for _, found in pointed for _, own in found for one in own])
-    _legend(figure, places, chart.legend)
+    _legend(figure, places, chart.legend, _spans(split, series))
     return figure
 
 
@@ -260,8 +285,8 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
     def label(row: Row) -> str:
         return ", ".join(map(str, _key(row, marks.group))) if marks.label is None else _text(marks.label, row)
 
-    def interval(found: Sequence[Row]) -> tuple[float, float]:
-        for one in marks.error:
+    def interval(found: Sequence[Row]) -> tuple[float, float, str]:
+        for place, one in enumerate(marks.error):
             if isinstance(one, tuple):
                 low, high = (_number(found[0].get(end)) for end in one)
             else:  # standard errors of independent observations
@@ -270,8 +295,8 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
                 half = np.sqrt(sum(row[one] ** 2 for row in known)) / max(1, len(known))
                 low, high = float(mean - half), float(mean + half)
             if np.isfinite([low, high]).all():
-                return marks.factor * low, marks.factor * high
-        return np.nan, np.nan
+                return marks.factor * low, marks.factor * high, marks.span(place)
+        return np.nan, np.nan, ""
 
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -283,10 +308,11 @@ def _series(marks: Marks, rows: Sequence[Row]) -> Iterator[_Series]:
         heights = np.full((len(by_place), max(map(len, by_place.values()))), np.nan)
         for place, found in enumerate(by_place.values()):
             heights[place, : len(found)] = [marks.factor * _number(row[marks.y]) for row in found]
-        low, high = np.array([interval(found) for found in by_place.values()]).T
+        lows, highs, names = zip(*map(interval, by_place.values()), strict=True)
+        spans = list(dict.fromkeys(filter(None, names)))
         look = {"label": key[-1], **marks.look, **marks.looks.get(key[-1], {})}
         shade = marks.color.format_map(own[0]) if marks.color else key[-1]
-        yield _Series(look.pop("label"), shade, list(by_place), heights, low, high, look)
+        yield _Series(look.pop("label"), shade, list(by_place), heights, np.array(lows), np.array(highs), spans, look)
 
 
 def _tell_apart(series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]) -> None:
@@ -448,17 +474,38 @@ def _penalties(panels: Sequence[Axes], every: Sequence[_Series]) -> None:
     first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _legend(figure: Figure, places: Sequence[Axes], legend: str) -> None:
+def _spans(
+    split: Sequence[tuple[Panel, Row, Any]], series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]
+) -> dict[str, Artist]:
+    """Return what stands in the legend for bands and error bars, by their names."""
+    found: dict[str, Artist] = {}
+    for (panel, *_), drawn in zip(split, series, strict=True):
+        for marks, one in ((marks, one) for marks, own in drawn for one in own):
+            if marks.kind == "line":
+                several = bool((np.isfinite(one.heights).sum(1) > 1).any())
+                for name in one.spans or ["lowest to highest"] * several:
+                    found.setdefault(name, Patch(color=shared.INK, alpha=0.15, lw=0))
+            elif marks.kind in ("error", "bars"):
+                for name in one.spans:
+                    marker = "_" if panel.flat else "|"
+                    found.setdefault(name, Line2D([], [], color=shared.INK, ls="", marker=marker, ms=11))
+    return found
+
+
+def _legend(figure: Figure, places: Sequence[Axes], legend: str, spans: Mapping[str, Artist]) -> None:
+    """Name the series, where there are several, and always the bands and error bars."""
+    known: dict[str, Artist] = {}
     if legend in ("each", "above"):
         for axes in places:
             (shared.legend_above if legend == "above" else shared.legend_of_some)(axes)
     elif legend:
-        known: dict[str, Artist] = {}
         for axes in places:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 known.setdefault(label, handle)
         names = list(known)
         if len(names) > _MOST:  # colors go from dark to bright, some are enough
             names = [names[index] for index in np.linspace(0, len(names) - 1, _MOST).round().astype(int)]
-        if len(names) > 1:
-            shared.put_legend(figure, [known[name] for name in names], names, beside=legend == "beside")
+        known = {name: known[name] for name in names} if len(names) > 1 else {}
+    known |= {name: handle for name, handle in spans.items() if name not in known}
+    if known:
+        shared.put_legend(figure, list(known.values()), list(known), beside=legend == "beside")

@@ -37,7 +37,8 @@ def similarity_maps(
         title: Above all.
 
     Returns:
-        The figure. Colors are from 0 to 1, or from the lowest value if that is negative.
+        The figure. Colors are from 0 to 1, or from the lowest value if that is negative. NaN is grey, hatched and
+        named below.
 
     Raises:
         ValueError: If there are no columns.
@@ -62,5 +63,8 @@ def similarity_maps(
         axes.set_xticks(range(len(under)), under, rotation=90, fontsize=7)
         axes.set_yticks(range(len(beside)), beside, fontsize=7)
         axes.tick_params(labelleft=index % len(kinds) == 0)
-    figure.colorbar(image, ax=places, shrink=0.6, pad=0.01)
+        axes.set(ylabel="first network", xlabel="second network")
+    shared.drop_repeated(places, len(kinds))
+    figure.colorbar(image, ax=places, shrink=0.6, pad=0.01, label="similarity, 1 for equal")
+    shared.hatch_missing(figure, dict(zip(places, every, strict=True)), "not comparable by this measure, or undefined")
     return figure

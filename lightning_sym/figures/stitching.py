@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike
 
 from lightning_sym.figures import _panels as shared
@@ -15,8 +13,8 @@ from lightning_sym.figures import _panels as shared
 def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequence[str], title: str = "") -> Figure:
     """Draw the penalty of stitching any site of one network to any site of another.
 
-    Cells have their numbers, in points of accuracy. NaN, where the sites do not fit or nothing was trained, is grey
-    and hatched.
+    Cells have their numbers, in points of accuracy. NaN, where the sites do not fit or the map was stopped, is
+    grey, hatched and named below.
 
     Args:
         values: Penalties as fractions. Shape ``[A, B]``: rows are cuts of the first network (its bottom layers are
@@ -45,12 +43,10 @@ def penalty_heat_map(values: ArrayLike, sites_a: Sequence[str], sites_b: Sequenc
     texts = [[_number(value) if abs(value) < 9.95 or cell > 0.5 else f"{value:.0f}" for value in row] for row in points]
     for row, column in np.argwhere(~np.isfinite(points)):
         texts[row][column] = ""
-        corner = column - 0.5, row - 0.5
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, hatch="////", edgecolor="#a0a0a0", lw=0))
     finite = points[np.isfinite(points)]
     limits = float(finite.min(initial=0.0)), float(finite.max(initial=1.0))
-    colors = colormaps["cividis_r"].with_extremes(bad="#e6e6e6")
-    image = shared.numbered_cells(axes, points, texts, colors, limits, fontsize)
+    image = shared.numbered_cells(axes, points, texts, "cividis_r", limits, fontsize)
+    shared.hatch_missing(figure, {axes: points}, "the sites do not fit, or the map was stopped")
     longest = max(map(len, sites_b))
     flat = longest <= 4 or (longest <= 7 and cell > 0.5)
     axes.set_xticks(range(columns), list(sites_b), rotation=0 if flat else 90, fontsize=8)

@@ -42,13 +42,13 @@ _DOTS = Chart(
         Panel(
             [
                 Marks("value", "group", ["role"], "dots", looks=_ROLES, look={"ms": 10, "alpha": 0.4}, table="runs"),
-                Marks("mean", "group", ["role"], "error", error=[("low", "high")], looks=_ROLES,
-                      look={"ls": "", "ms": 8}),
+                Marks("mean", "group", ["role"], "error", error=[("low", "high")],
+                      spans=["95 % interval over seeds"], looks=_ROLES, look={"ls": "", "ms": 8}),
             ],
             "{number}", by=["number"], flat=True,
         )
     ],
-    "{title}; bars: 95 % intervals over seeds",
+    "{title}",
     columns=2, size=(4.0, 2.0), legend="",
 )  # fmt: skip
 _MOST_UNITS = 8

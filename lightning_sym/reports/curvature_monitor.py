@@ -20,14 +20,16 @@ UNITS = {
 }
 
 _TRACE = Marks("trace", "epoch", label="trace")
-_ERRORS = replace(_TRACE, kind="error", error=["trace_error"], look={"ls": "", "marker": ""})
+_ERRORS = replace(
+    _TRACE, kind="error", error=["trace_error"], spans=["± standard error"], look={"ls": "", "marker": ""}
+)
 _LARGEST = Marks("top_eigenvalue", "epoch", label="largest")
 _ALONG = Marks("along_step", "epoch", label="along the step", look={"ls": "--"})
 _LOSS = Marks("loss", "epoch", label="loss")
 CHART = Chart(
     [
         epoch_panel("Eigenvalue", "second derivative of the loss", _LARGEST, _ALONG),
-        epoch_panel("Trace", "sum of eigenvalues, ± standard error", _TRACE, _ERRORS),
+        epoch_panel("Trace", "sum of eigenvalues", _TRACE, _ERRORS),
         epoch_panel("Training loss", "in eval mode, without regularisers", _LOSS, log="y"),
     ],
     "Sharpness of {title}",

@@ -208,7 +208,9 @@ def _chart(rows: Sequence[Row], *, dense: bool) -> Chart:
 
     tops = [name for name in rows[0] if name.startswith("eigenvalue_")]
     trace = {"ls": "--", "marker": "s", "ms": 4, "color": "#7f7f7f"}
-    errors = Marks("trace", "t", kind="error", label="trace ± standard error", error=["trace_error"], look=trace)
+    errors = Marks(
+        "trace", "t", kind="error", label="trace", error=["trace_error"], spans=["± standard error"], look=trace
+    )
     fine = {"marker": "", "ls": "-", "lw": 1.2}  # hundreds of places
     density = [Marks("density", "eigenvalue", ["t"], label="t = {t:g}", look=fine, table="density")]
     counts = [

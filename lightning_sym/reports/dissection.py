@@ -54,7 +54,8 @@ def _panel(quantity: str, heading: str) -> Panel:
     look = {"ls": "", "marker": "x", "ms": 7, "mew": 1.8}
     of: Any = {"y": quantity, "x": "alpha", "color": "{zoo}"}
     marks = [
-        Marks(group=["zoo"], error=error, where={"network": "trained", "basis": "rotation"}, **of),
+        Marks(group=["zoo"], error=error, spans=["95 % interval over members"],
+              where={"network": "trained", "basis": "rotation"}, **of),
         Marks(group=["zoo", "network"], where={"network": "untrained", "basis": "rotation"},
               look={"ls": "--", "lw": 1.2}, **of),
         Marks(group=["zoo", "basis"], where={"basis": "permutation"}, look=look, **of),

@@ -174,8 +174,8 @@ _AT_THE_END = Chart(
             [
                 Marks("theory", "name", kind="dots", label="learning coefficient", look={"marker": "D", "ms": 6.5}),
                 Marks("exact", "name", kind="dots", label="exact for these chains", look={"marker": "|", "ms": 13}),
-                Marks("estimate", "name", kind="error", label="estimate ± standard error", error=["standard_error"],
-                      look={"ls": ""}),
+                Marks("estimate", "name", kind="error", label="estimate", error=["standard_error"],
+                      spans=["± standard error"], look={"ls": ""}),
             ],
             ylabel="learning coefficient", bottom=0, flat=True,
         )

@@ -332,7 +332,10 @@ def _figures(
     panels = []
     for split, name, factor, heading, unit in _shown_columns(summary, loss):
         of: Any = {"x": "method", "group": ["method"], "where": {"batch_norm": last, "split": split}, "looks": LOOKS}
-        bars = Marks(name, kind="bars", error=[(f"{name}_low", f"{name}_high")], factor=factor, values=".3g", **of)
+        error = [(f"{name}_low", f"{name}_high")]
+        bars = Marks(
+            name, kind="bars", error=error, spans=["95 % interval over models"], factor=factor, values=".3g", **of
+        )
         dots = Marks(name, kind="dots", factor=factor, table="barriers", **of)
         panels.append(Panel([bars, dots], ", ".join(filter(None, (heading, unit))), flat=True, names=_NAMES))
     chart = Chart(panels, f"Barriers: {{title}}{_SUFFIXES[last]}", columns=1, legend="")

@@ -82,6 +82,7 @@ REPORT = Report(
                             kind="bars",
                             factor=100,
                             error=[("low", "high")],
+                            spans=["lowest to highest of the parents"],
                             where={"align": (PLAIN, ALIGNED)},
                             table="scores",
                         )

@@ -234,7 +234,7 @@ def _charts(rows: Sequence[Row], objective: str) -> Iterator[tuple[str, Chart]]:
                 yield name, Chart([panel], f"Weights {changed}: {{title}}", columns, size)
     else:
         named = Marks("objective", "name", kind="bars", label="{name}", table="bars",
-                      error=[("low", "high")], color="{arm}")  # fmt: skip
+                      error=[("low", "high")], spans=["95 % interval over members"], color="{arm}")  # fmt: skip
         title = f"{objective.replace('_', ' ').capitalize()} on the orbit: {{title}}"
         panel = Panel([named], "{level}", by=["level", "variant"], flat=True, bottom=0)
         yield "objective", Chart([panel], title, columns=1, legend="")

@@ -36,7 +36,9 @@ CHART = Chart(
         Panel(
             [
                 Marks("penalty", "site", kind="bars", label=lambda row: KINDS.get(row["kind"], str(row["kind"])),
-                      error=[("low", "high"), "std"], factor=100, values=".1f", looks=_BASELINES)
+                      error=[("low", "high"), "std"],
+                      spans=["95 % bootstrap interval", "± standard deviation over repeats"], factor=100,
+                      values=".1f", looks=_BASELINES)
             ],
             points=True,
         )

@@ -171,7 +171,7 @@ def _of_zoos(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]
     ]
     marks = [
         Marks(kind, "zoo", kind="error", label=label, error=[(f"{kind}_low", f"{kind}_high")],
-              look={"color": color, "ls": style if ordered else ""})
+              spans=["95 % interval over models"], look={"color": color, "ls": style if ordered else ""})
         for kind, label, color, style in _KINDS
     ]  # fmt: skip
     panel = Panel(

@@ -28,6 +28,7 @@ from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
 _TITLES = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}
+_SPANS = ("95 % interval over models", "± standard deviation over pairs")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", "h")
 _GREYS, _DASHES = ("#7a7a7a", "#a0a0a0", "#5a5a5a", "#b5b5b5"), ("--", ":", "-.", (0, (6, 1.5, 1, 1.5)))
 _LINES = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
@@ -280,8 +281,8 @@ def _figures(summary: Sequence[Row], title: str, sites_differ: bool) -> Iterator
     if any(row["family"].startswith("lasso") for row in summary):
         known = [row for row in summary if row["batch_norm"] in (best, NO_NORM) and row["sparsity"] is not None]
         marks = [
-            Marks("penalty", "sparsity", ["family"], "error", error=["penalty_std"], factor=100, looks=looks,
-                  look={"ls": ""})
+            Marks("penalty", "sparsity", ["family"], "error", error=["penalty_std"], spans=[_SPANS[1]], factor=100,
+                  looks=looks, look={"ls": ""})
         ]  # fmt: skip
         panel = Panel(marks, "{place}", "sparsity: fraction of zeros in the map", by=["place"], points=True)
         chart = Chart([panel], "Sparsity: {title}", columns=2, legend="beside", share="xy")
@@ -299,8 +300,9 @@ def _marks(x: str, group: str, looks: Mapping[str, Mapping[str, Any]], where: Ma
     """
     error: Any = [("penalty_low", "penalty_high"), "penalty_std"]
     of: Any = {"x": x, "group": [group], "factor": 100, "looks": looks}
+    bars = {"error": error, "spans": _SPANS}
     return [
-        Marks("penalty", kind="error", error=error, where={**where, "trained": True}, **of),
+        Marks("penalty", kind="error", where={**where, "trained": True}, **bars, **of),
         Marks("penalty", kind="line", where={**where, "trained": False}, **of),
     ]
 

@@ -92,7 +92,7 @@ REPORT = Report(
                 Panel(
                     [
                         Marks("value", x="arm", group=["weights"], kind="error", error=[("low", "high")],
-                              table="scores", look={"ls": ""}),
+                              spans=["95 % interval over test networks"], table="scores", look={"ls": ""}),
                     ],
                     "values below -1 are in summary.csv only",
                     ylabel="R² on test networks",

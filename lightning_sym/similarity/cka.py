@@ -127,8 +127,8 @@ def _multipliable(layer: Tensor, *, faint: bool) -> Tensor:
 
 def alignments(between: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the alignments from the criteria of pairs of layers and of each with itself; NaN where one is 0."""
-    norms = torch.outer(x, y)
-    return torch.where(norms > 0, between / norms.sqrt(), math.nan)
+    norms = torch.outer(x.clamp_min(0).sqrt(), y.clamp_min(0).sqrt())  # the product itself may underflow
+    return torch.where(norms > 0, between / norms, math.nan)
 
 
 class Link(NamedTuple):

@@ -82,7 +82,10 @@ class Features:
         axes = (axes,) if isinstance(axes, int) else tuple(axes)
         if not isinstance(values, Tensor) or not values.dtype.is_floating_point or values.layout != torch.strided:
             got = f"a {type(values).__name__}" if not isinstance(values, Tensor) else f"{values.dtype}, {values.layout}"
-            raise TypeError(f"{name} must be a floating tensor that is dense, got {got}; pass torch.as_tensor(...).")
+            raise TypeError(
+                f"{name} must be a floating tensor that is dense, got {got}; pass torch.as_tensor(values).float(), or "
+                "values.to_dense()."
+            )
         if not all(-values.ndim < axis < values.ndim and axis % values.ndim for axis in axes):
             raise ValueError(
                 f"{name} must have samples on its first axis and channels on {list(axes)}, got {list(values.shape)}."

@@ -21,6 +21,7 @@ from lightning_sym.similarity.features import (
 )
 from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup, Symmetry, Tap, intertwiner_group
 
+_LEAST = 1e-280  # sums of squares below it lose digits
 _DEAD = 1e-7  # largest norm of a dead channel, relative to the largest norm
 _DEPENDENT = 1e-12  # largest squared norm of a null direction, relative to the largest
 _MIXED = -2  # instead of the index of a scale
@@ -162,6 +163,8 @@ class GroupProcrustes(SimilarityMetric):
             return
         squares = [features.products() if self._whitened else features.squares() for features in (x, y)]
         cross = joint_products([(x, y)])[0] if products is None else products
+        for name, features, each in zip("xy", (x, y), squares, strict=True):
+            _check_range(name, features, each.diagonal() if self._whitened else each)
         batch = (
             torch.tensor(float(count), dtype=torch.float64, device=cross.device),
             x.mean().double(),
@@ -241,6 +244,23 @@ class OrthogonalProcrustes(GroupProcrustes):
     def _groups(self) -> tuple[ChannelGroup, ChannelGroup]:
         one, two = (ChannelGroup.orthogonal(size, self._axis) for size in self.xy.shape[-2:])
         return one, two
+
+
+def _check_range(name: str, features: Features, squares: Tensor) -> None:
+    """Refuse features whose sums of squares overflow or lose digits in double precision.
+
+    Args:
+        name: Of the network.
+        features: Its features.
+        squares: Sums of squares about the means of the channels. Shape ``[C]``.
+    """
+    sizes = squares.sum() + features.mean().square().sum()
+    if not bool(sizes.isfinite() & ((sizes > _LEAST) | (sizes == 0))) or (not sizes and features.channels.any()):
+        largest = float(features.channels.abs().max())
+        raise ValueError(
+            f"{name} has values of up to {largest:.0e}, which are too {'large' if largest > 1 else 'small'} for sums "
+            "of squares; divide them by that."
+        )
 
 
 def _merged(one: Moments, two: Moments) -> Moments:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.curvature import (
+    CurvatureError,
     CurvatureOperator,
     EmptyLoaderError,
     MatrixOperator,
@@ -856,3 +857,10 @@ def test_a_gap_ends_the_search_for_the_top_eigenvalue() -> None:
     assert top_eigenvalue(MatrixOperator(-torch.eye(3)), error=1e-6).value == pytest.approx(-1)
     with pytest.raises(NotConvergedError, match="3 products"):
         top_eigenvalue(MatrixOperator(values.diag()), error=1e-8, max_products=3)
+
+
+def test_targets_that_are_all_nan_or_ignored_are_no_missing_samples():
+    x, loss = torch.randn(6, 3), nn.functional
+    for of, y in ((loss.mse_loss, torch.full((6, 2), torch.nan)), (loss.cross_entropy, torch.full((6,), -100))):
+        with pytest.raises(CurvatureError, match="the loss of every sample is NaN, as of targets that it ignores"):
+            CurvatureOperator(nn.Linear(3, 2), (x, y), of)

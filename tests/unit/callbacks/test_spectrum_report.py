@@ -1,6 +1,8 @@
 """SpectrumReport: the numbers in its tables are those of the functions, its figures show them."""
 
 import functools
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from helpers import read_csv, read_rows
 from matplotlib.image import imread
 from torch import nn
 
-from lightning_sym.callbacks import SpectrumReport
+from lightning_sym.callbacks import SpectrumReport, spectrum_report
 from lightning_sym.curvature import sharpness_modulo_symmetry
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports.spectra import REPORT
@@ -50,3 +52,14 @@ def test_a_share_that_rounds_to_zero_has_no_sign() -> None:
         "-50 %",
         "-",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:SpectrumReport makes")
+def test_more_than_a_minute_of_work_is_announced(tmp_path, monkeypatch) -> None:
+    seconds = itertools.count(step=3)  # of each product
+    monkeypatch.setattr(spectrum_report, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    task = ZooTask(MultiLayerPerceptron(widths=(6,), image_size=8), 2)
+    with pytest.warns(
+        UserWarning, match="about 156 products with Hessians of 80 inputs, in roughly 10 min .*train_batches=2"
+    ):
+        fit(task, digits(), SpectrumReport(steps=6, probes=1, trace_probes=4, train_batches=1), folder=tmp_path)

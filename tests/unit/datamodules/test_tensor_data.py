@@ -334,3 +334,20 @@ def test_an_interrupted_fit_ends_as_one_that_was_not(place, make, network, loss,
     whole, resumed = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "resumed"))
     for key in ("state_dict", "optimizer_states", "population"):
         assert_same(whole[key], resumed[key], key)
+
+
+def test_arrays_of_numpy_come_in_any_order_or_are_refused_in_a_sentence():
+    inputs, targets = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 3
+    plain = TensorDataModule((inputs[::-1].copy(), targets)).split_tensors("train")
+    for same in (inputs[::-1], inputs[::-1].astype(">f8"), inputs[::-1].astype(np.longdouble)):
+        assert torch.equal(TensorDataModule((same, targets)).split_tensors("train").inputs, plain.inputs)
+    for wrong, says in (
+        (
+            (inputs, np.array(list("abc"))[targets]),
+            "train: targets must be numbers, got <U1; convert them, names by np",
+        ),
+        ((inputs, targets.astype("M8[s]")), "train: targets must be numbers, got datetime64"),
+        (([[1.0], [1.0, 2.0]], targets[:2]), "train: inputs must have one shape for all"),
+        ((np.ma.masked_greater(inputs, 1), targets), "train: inputs must have no masked values"),
+    ):
+        assert_refused(TensorDataModule, wrong, says=says)

@@ -31,6 +31,25 @@ def segments(axes):
 # ---- series
 
 
+@pytest.mark.parametrize("legend", ["below", "beside", "each", "above", ""])
+def test_the_legend_names_bands_and_error_bars(legend):
+    table = rows(epoch=[0, 0, 1, 1], y=[1.0, 3.0, 2.0, 4.0], low=0.5, high=None, std=0.25)
+    errors = {"error": [("low", "high"), "std"], "spans": ["95 % interval", "± standard deviation"]}
+    for marks, name in (
+        (Marks("y", "epoch"), "lowest to highest"),
+        (Marks("y", "epoch", kind="error", **errors), "± standard deviation"),  # there is no interval
+        (Marks("y", "epoch", **errors), "± standard deviation"),
+        (Marks("y", "epoch", kind="bars", error=["std"]), "± std"),
+        (Marks("low", "epoch", kind="error", error=[("low", "y")]), "low to y"),
+    ):
+        panel = Panel([marks], by=["epoch"]) if legend == "beside" else Panel([marks])
+        assert labels(drawn(Chart([panel], legend=legend).draw(table))) == [name]
+    table = rows(epoch=[0, 1], y=[1.0, 2.0], low=None, high=None)
+    assert not drawn(Chart([Panel([Marks("y", "epoch", error=[("low", "high")])])]).draw(table)).legends
+    with pytest.raises(ValueError, match="spans must name the 1 intervals in error, one name for each, got 2"):
+        Marks("y", "x", error=["std"], spans=["a", "b"])
+
+
 def test_rows_with_the_same_place_are_a_mean_and_a_band():
     table = rows(epoch=[0, 0, 1, 1, 2, 2], loss=[1.0, 3.0, 2.0, None, None, float("nan")])
     (axes,) = drawn(chart(Marks("loss", "epoch", label="loss")).draw(table)).axes

@@ -2,9 +2,9 @@
 
 import numpy as np
 from helpers import assert_refused
-from test_equivalence_figures import drawn
+from test_equivalence_figures import drawn, labels
 
-from lightning_sym.figures import penalty_heat_map
+from lightning_sym.figures import HeatMap, penalty_heat_map, similarity_maps
 
 SITES = ["relu1", "relu2", "relu3"]
 
@@ -26,3 +26,19 @@ def test_heat_map_has_numbers_and_hatches():
 def test_a_heat_map_of_another_shape_is_refused():
     assert_refused(penalty_heat_map, np.zeros((2, 2)), SITES, SITES, says="per name in sites_b (3)")
     assert_refused(penalty_heat_map, np.zeros((0, 3)), [], SITES, says="at least one each")
+
+
+def test_cells_without_a_value_are_hatched_and_named_and_the_colors_too():
+    values = np.array([[0.5, np.nan], [0.25, 0.75]])
+    names = ["a", "b"]
+    maps = similarity_maps([HeatMap("cka_linear", {"trained": values})], {"trained": (names, names)})
+    for figure, word in ((maps, "similarity"), (penalty_heat_map(values, names, names), "penalty")):
+        axes, bar = drawn(figure).axes
+        (cell,) = axes.patches
+        assert (cell.get_xy(), cell.get_hatch()) == ((0.5, -0.5), "////")
+        assert len(labels(figure)) == 1
+        assert word in bar.get_ylabel()
+        assert axes.get_xlabel()
+        assert axes.get_ylabel()
+    whole = drawn(similarity_maps([HeatMap("cka_linear", {"trained": np.eye(2)})], {"trained": (names, names)}))
+    assert not whole.legends

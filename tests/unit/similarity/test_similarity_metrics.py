@@ -397,3 +397,19 @@ def test_features_that_are_none_are_refused(metric):
         aligned = CKA()
         aligned.update(huge, huge)
         assert_refused(aligned.compute, says="are too large for products of their kernels; divide them by that")
+
+
+@pytest.mark.parametrize("metric", [CKA, OrthogonalProcrustes, lambda: GroupProcrustes("relu")])
+def test_similarity_ignores_the_scale_or_refuses_it(metric):
+    x, y = torch.randn(2, 60, 4, dtype=torch.float64)
+
+    def aligned(scale):
+        compared = metric()
+        compared.update(scale * x, scale * y)
+        return float(compared.compute())
+
+    for scale in (1e-42, 1e-60, 1e60):
+        assert aligned(scale) == pytest.approx(aligned(1.0), abs=1e-9)
+    for scale, word in ((1e-200, "small"), (1e200, "large")):
+        with pytest.raises(ValueError, match=rf"of up to \de[+-]\d+.* too {word} for .*; divide them by that"):
+            aligned(scale)
