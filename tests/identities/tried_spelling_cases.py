@@ -357,6 +357,33 @@ PLACE_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "layer": lambda s, u, v: s.o(u * v),
+    "gain": lambda s, u, v: (u * s.o.weight[0] * v).sum(-1, keepdim=True) + s.o.bias,
+    "gain of the other": lambda s, u, v: (v * (s.o.weight * u)).sum(-1, True) + s.o.bias,
+    "einsum": lambda s, u, v: torch.einsum("bi,bi,i->b", u, v, s.o.weight[0])[:, None] + s.o.bias,
+    "matmul": lambda s, u, v: (u * v) @ s.o.weight.T + s.o.bias,
+    "vector": lambda s, u, v: ((v * u) @ s.o.weight[0] + s.o.bias).unsqueeze(1),
+    "convolution": lambda s, u, v: F.conv1d((u * v)[..., None], s.o.weight[..., None], s.o.bias)[..., 0],
+}
+PLACE_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "convolution": lambda s, u, v: s.o(u * v),
+    "sum": lambda s, u, v: (u * v * s.o.weight[0]).sum(1, keepdim=True) + s.o.bias,
+    "layer": lambda s, u, v: F.linear((v * u).movedim(1, -1), s.o.weight[..., 0, 0], s.o.bias).movedim(-1, 1),
+}
+
+
+PAIR_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "layer": lambda s, u, v: s.o(u[:, :, None] * v[:, None])[..., 0],
+    "gain": lambda s, u, v: (u * s.o.weight[0]) @ v.mT + s.o.bias,
+    "einsum": lambda s, u, v: torch.einsum("bid,bjd,d->bij", u, v, s.o.weight[0]) + s.o.bias,
+}
+
+
+def two_images(samples: int) -> tuple[Tensor, ...]:
+    return images(2, 5)(samples)[0], images(2, 5)(samples)[0]
+
+
 def towers(score: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
     return lambda s, x, y: score(s.a(x), s.b(y))
 
@@ -424,6 +451,12 @@ TRIED: dict[str, Function] = {
     "scores of heads": Function({"a": of(L, 7, 6), "b": of(L, 8, 6)}, two_inputs(7, 8), 18,
         each(HEAD_SCORES, lambda score: towers(lambda u, v: score(u.unflatten(-1, (2, 3)), v.unflatten(-1, (2, 3))))),
         samples=80),
+    "row that reads a product": Function({"a": of(L, 5, 3), "b": of(L, 4, 3), "o": of(L, 3, 1)}, two_inputs(5, 4), 12,
+        each(ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y))), samples=80),
+    "row that reads a product of places": Function({"a": of(C, 2, 3, 3), "b": of(C, 2, 3, 3), "o": of(C, 3, 1, 1)},
+        two_images, 12, each(PLACE_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
+    "row that reads the products of pairs": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "o": of(L, 3, 1)},
+        two_sequences, 12, each(PAIR_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
     "scores of places": Function({"a": of(C, 2, 4, 3), "b": of(C, 2, 4, 3)}, images(2, 5), 28,
         each(PLACE_SCORES, lambda score: lambda s, x: score(s.a(x), s.b(x)))),
     "scores of pairs of tokens": Function({"a": of(nn.Embedding, 7, 3), "b": of(nn.Embedding, 6, 3)},

@@ -16,6 +16,7 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
+    bilinear_row,
     einsum,
     joined,
     layers_of_parts,
@@ -363,11 +364,9 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     is_plain = name.startswith("conv") and "transpose" not in name
     if is_plain and (narrow := narrow_convolution(r, node)) is not None:
         return narrow
-    if (
-        name == "linear"
-        and (rewritten := _one_hot(r, node) or outer_product(r, node) or layers_of_parts(r, node)) is not None
-    ):
-        return rewritten
+    for rewrite in (_one_hot, outer_product, layers_of_parts, bilinear_row) if name == "linear" else ():
+        if (rewritten := rewrite(r, node)) is not None:
+            return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
         found = stored(r, bias, [0])
