@@ -174,6 +174,7 @@ class Trace(Joining):
             self._for_each_block(two, two_axes, one, one_axes),
         ]
         summed = [goes.index(None) for goes in axes]
+        values = [self._lending(value, axis) for value, axis in zip(values, summed, strict=True)]
         inner = [
             next((label for label in value.labels if axis in label.axes), None)
             for value, axis in zip(values, summed, strict=True)
@@ -227,6 +228,20 @@ class Trace(Joining):
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
+
+    def _lending(self, value: Value, axis: int) -> Value:
+        """Let units on an axis take over a scale that all units on another axis share: the value remains the same."""
+        own = next((label for label in value.labels if axis in label.axes), None)
+        others = [label for label in value.labels if label is not own and label.axes]
+        if own is None or not others or value.state is not None or value.sources:
+            return value
+        labels = []
+        for label in others:
+            common = self.constraints.fresh_scales(())
+            one, two = (np.full(part.scale.shape, int(common)) for part in (own, label))
+            own = own.scaled_by(self.constraints.product((own.scale, 1.0), (one, 1.0)))
+            labels.append(label.scaled_by(self.constraints.product((label.scale, 1.0), (two, -1.0))))
+        return value.with_labels(own, *labels)
 
     def _for_each_block(
         self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
