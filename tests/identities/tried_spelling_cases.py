@@ -373,6 +373,26 @@ PLACE_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "transposed": lambda s, v: s.m(v.mT).mT,
+    "matmul": lambda s, v: s.m.weight @ v + s.m.bias[:, None],
+    "einsum": lambda s, v: torch.einsum("st,btd->bsd", s.m.weight, v) + s.m.bias[None, :, None],
+    "convolution": lambda s, v: F.conv1d(v, s.m.weight[..., None], s.m.bias),
+}
+
+
+def spatial_gate(mix: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        u, v = F.gelu(s.a(x)).chunk(2, -1)
+        return s.o(u * mix(s, s.n(v)))
+
+    return forward
+
+
+def mixer(mix: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    return lambda s, x: s.o(torch.tanh(mix(s, s.n(s.a(x)))))
+
+
 PAIR_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "layer": lambda s, u, v: s.o(u[:, :, None] * v[:, None])[..., 0],
     "gain": lambda s, u, v: (u * s.o.weight[0]) @ v.mT + s.o.bias,
@@ -457,6 +477,10 @@ TRIED: dict[str, Function] = {
         two_images, 12, each(PLACE_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
     "row that reads the products of pairs": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "o": of(L, 3, 1)},
         two_sequences, 12, each(PAIR_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
+    "spatial gate": Function({"a": of(L, 5, 8), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)}, steps(5),
+        3, each(MIXED, spatial_gate), samples=60),
+    "mixed tokens of a norm": Function({"a": of(L, 5, 4), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)},
+        steps(5), 8, each(MIXED, mixer), samples=60),
     "scores of places": Function({"a": of(C, 2, 4, 3), "b": of(C, 2, 4, 3)}, images(2, 5), 28,
         each(PLACE_SCORES, lambda score: lambda s, x: score(s.a(x), s.b(x)))),
     "scores of pairs of tokens": Function({"a": of(nn.Embedding, 7, 3), "b": of(nn.Embedding, 6, 3)},

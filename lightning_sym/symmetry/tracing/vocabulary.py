@@ -211,9 +211,13 @@ class Trace(Joining):
                 if other.state is not None and self._holds_twice(value, axis):
                     self.note(TWICE)
         else:
-            for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
+            for own, other in ((0, two), (1, one)):
+                value, label, side = values[own], inner[own], (first, second)[1 - own]
                 # Zeros (an initial state) accept any label.
-                if label is not None and not other.is_zero:
+                if label is not None and other.concrete is None and any(each.axes for each in side.labels):
+                    taken = self._taken(label, side)
+                    first, second = (taken, second) if own else (first, taken)
+                elif label is not None and not other.is_zero:
                     fixed = other.concrete is not None and self.constraints.explain(f"{self.where}: {FIXED_MATRIX}")
                     with fixed or contextlib.nullcontext():
                         self.fix(value.with_labels(label))
@@ -228,6 +232,17 @@ class Trace(Joining):
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
+
+    def _taken(self, label: Label, other: Value) -> Value:
+        """Let the units of one factor share a scale, which units of the other factor, on kept axes, take over."""
+        self.constraints.fix_units(label.atom.ravel())
+        self.constraints.restrict(label)
+        common = self.constraints.fresh_scales(())
+        self.constraints.equate([(label.scale, 1.0), (np.full(label.scale.shape, int(common)), -1.0)])
+        at = next(at for at, each in enumerate(other.labels) if each.axes)
+        own = other.labels[at]
+        scale = self.constraints.product((own.scale, 1.0), (np.full(own.scale.shape, int(common)), 1.0))
+        return replace(other, labels=(*other.labels[:at], own.scaled_by(scale), *other.labels[at + 1 :]))
 
     def _lending(self, value: Value, axis: int) -> Value:
         """Let units on an axis take over a scale that all units on another axis share: the value remains the same."""
