@@ -393,6 +393,33 @@ def mixer(mix: Callable[[Any, Tensor], Tensor]) -> Spelled:
     return lambda s, x: s.o(torch.tanh(mix(s, s.n(s.a(x)))))
 
 
+# ---- attention with relative positions
+
+
+APART = torch.arange(3)[:, None] - torch.arange(3) + 2
+OF_KEYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda q, e: torch.einsum("bhid,ijd->bhij", q, e),
+    "matmul": lambda q, e: (q[..., None, :] @ e.mT)[..., 0, :],
+    "batches of positions": lambda q, e: (q.permute(2, 0, 1, 3).flatten(1, 2) @ e.mT).unflatten(1, (-1, 2)).permute(
+        1, 2, 0, 3),
+    "sum": lambda q, e: (q[..., None, :] * e).sum(-1),
+}  # fmt: skip
+OF_VECTORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "added": lambda q, u, k: (q + u[:, None]) @ k.mT,
+    "einsum": lambda q, u, k: q @ k.mT + torch.einsum("hd,bhjd->bhj", u, k)[:, :, None],
+    "matmul": lambda q, u, k: q @ k.mT + (k @ u[..., None]).mT,
+    "sum": lambda q, u, k: q @ k.mT + (u[:, None] * k).sum(-1)[..., None, :],
+}
+
+
+def of_heads(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = queries(s, x)
+        return s.o((weigh(s, q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
 PAIR_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "layer": lambda s, u, v: s.o(u[:, :, None] * v[:, None])[..., 0],
     "gain": lambda s, u, v: (u * s.o.weight[0]) @ v.mT + s.o.bias,
@@ -481,6 +508,10 @@ TRIED: dict[str, Function] = {
         3, each(MIXED, spatial_gate), samples=60),
     "mixed tokens of a norm": Function({"a": of(L, 5, 4), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)},
         steps(5), 8, each(MIXED, mixer), samples=60),
+    "relative keys": Function({"w": of(L, 6, 12, bias=False), "e": of(nn.Embedding, 5, 2), "o": of(L, 4, 6)}, steps(6),
+        14, each(OF_KEYS, lambda read: of_heads(lambda s, q, k: q @ k.mT + read(q, s.e(APART)))), samples=60),
+    "bias of queries": Function({"w": of(L, 6, 12, bias=False), "u": parameter(2, 2), "o": of(L, 4, 6)}, steps(6), 16,
+        each(OF_VECTORS, lambda score: of_heads(lambda s, q, k: score(q, s.u, k)))),
     "scores of places": Function({"a": of(C, 2, 4, 3), "b": of(C, 2, 4, 3)}, images(2, 5), 28,
         each(PLACE_SCORES, lambda score: lambda s, x: score(s.a(x), s.b(x)))),
     "scores of pairs of tokens": Function({"a": of(nn.Embedding, 7, 3), "b": of(nn.Embedding, 6, 3)},

@@ -101,7 +101,15 @@ def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tu
 
 
 def contract(
-    r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node, bias: fx.Node | None = None
+    r: Rewriter,
+    one: str,
+    two: str,
+    out: str,
+    first: fx.Node,
+    second: fx.Node,
+    bias: fx.Node | None = None,
+    *,
+    batched: bool = False,
 ) -> fx.Node | None:
     """Return the product of two values, summed over letters absent from the result; None without a plainer spelling.
 
@@ -113,6 +121,7 @@ def contract(
         first: First factor.
         second: Second factor.
         bias: Bias along the one letter that only the weights have.
+        batched: Whether weights of each position or head, which no `linear` contracts, become a factor of `matmul`.
     """
     # If the factors' sizes along an axis differ, the factor of size 1 is constant along it.
     own = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
@@ -132,10 +141,13 @@ def contract(
     made = r.made_of(first), r.made_of(second)
     if "constants" in made and (mean := _uniform(r, one, two, out, first, second)) is not None:
         return mean
-    if made == ("weights", "inputs"):
-        return _linear(r, two, one, out, second, first, sizes, bias)
-    if made == ("inputs", "weights"):
-        return _linear(r, one, two, out, first, second, sizes, bias)
+    if "weights" in made and "inputs" in made:
+        turned = made[0] == "weights"
+        terms = (two, one, out, second, first) if turned else (one, two, out, first, second)
+        rewritten = _linear(r, *terms, sizes, bias)
+        shared = {letter for letter in one if letter in two}
+        if rewritten is not None or not batched or not shared & set(out):
+            return rewritten
     return _matmul(r, one, two, out, first, second)
 
 
@@ -279,7 +291,8 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return rewritten
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
-        rewritten = contract(r, *letters_of(equation), first, second)
+        alike = len(r.shape(first)) == len(r.shape(second))
+        rewritten = contract(r, *letters_of(equation), first, second, batched=not alike)
     elif (
         made == {"inputs"}
         and (rewritten := _associated(r, node, first, second) or _before_sum(r, first, second)) is not None
@@ -412,7 +425,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
         pair = r.insert(aten.einsum.default, f"{one},{two}->{between}", list(values[:2]))
         return r.insert(aten.einsum.default, f"{','.join([between, *others])}->{out}", [pair, *values[2:]])
     first, second = values
-    rewritten = contract(r, one, two, out, first, second)
+    rewritten = contract(r, one, two, out, first, second, batched=True)
     plain = f"{one},{two}->{out}"
     if rewritten is None and plain != equation:
         return r.insert(aten.einsum.default, plain, [first, second])
@@ -529,7 +542,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None
     out = "".join(letter for letter in letters if letter not in summed)
-    result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
+    result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result

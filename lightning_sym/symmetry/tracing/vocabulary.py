@@ -169,11 +169,12 @@ class Trace(Joining):
             shape: The result's shape.
         """
         axes, rank = (one_axes, two_axes), len(shape)
+        summed = [goes.index(None) for goes in axes]
+        one, two = self._by_element(one, one_axes, two, two_axes), self._by_element(two, two_axes, one, one_axes)
         values = [
             self._for_each_block(one, one_axes, two, two_axes),
             self._for_each_block(two, two_axes, one, one_axes),
         ]
-        summed = [goes.index(None) for goes in axes]
         values = [self._lending(value, axis) for value, axis in zip(values, summed, strict=True)]
         inner = [
             next((label for label in value.labels if axis in label.axes), None)
@@ -232,6 +233,17 @@ class Trace(Joining):
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
+
+    def _by_element(
+        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
+    ) -> Value:
+        """Make the elements of a matrix units if units index both of its axes in the other factor (heads)."""
+        met = next((label for label in other.labels if others.index(None) in label.axes), None)
+        targets = set() if met is None else {others[axis] for axis in met.axes}
+        own = [label for label in value.labels if {goes[axis] for axis in label.axes} & targets]
+        if len(own) < 2 or any(len(label.axes) > 1 for label in own):
+            return value
+        return self._jointly(value, lambda tensor: tensor) or value
 
     def _taken(self, label: Label, other: Value) -> Value:
         """Let the units of one factor share a scale, which units of the other factor, on kept axes, take over."""
