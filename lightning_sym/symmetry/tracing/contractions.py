@@ -224,7 +224,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     )
     if not own and not other:
         first, second = (_ordered(r, part, term, batch + summed) for part, term in ((first, one), (second, two)))
-        if len(summed) == 1 and _are_vectors(r, first, second, len(batch)):
+        if len(summed) == 1 and are_vectors(r, first, second, len(batch)):
             row, column = r.insert(aten.unsqueeze.default, first, -2), r.insert(aten.unsqueeze.default, second, -1)
             result = r.insert(aten.select.int, r.insert(aten.matmul.default, row, column), -1, 0)
             result = r.insert(aten.select.int, result, -1, 0)
@@ -260,7 +260,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     return _ordered(r, result, batch + own + other, out)
 
 
-def _are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
+def are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
     """Return whether two values of one shape differ, and units index one of their axes, or none."""
     if first is second or any(r.made_of(part) != "inputs" for part in (first, second)):
         return False
@@ -459,41 +459,6 @@ def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return result if bias is None else r.insert(aten.add.Tensor, result, bias)
 
 
-def bilinear_row(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite one row that reads the product of two layers' outputs as the bilinear form that matrices can mix.
-
-    The row is that of a linear layer, or of a convolution of width 1.
-    """
-    (read, weight), bias = node.args[:2], argument(node, 2, "bias")
-    product = read.args[0] if r.name(read) in operations(Trait.PERMUTE) and r.only_for(read, node) else read  # type: ignore[union-attr]
-    if r.name(product) != "mul" or math.prod(r.shape(weight)[:1]) != 1 or r.made_of(weight) != "weights":
-        return None
-    assert isinstance(product, fx.Node)
-    assert isinstance(read, fx.Node)
-    one, two = product.args[:2]
-    if not r.only_for(product, node if read is product else read) or len(r.shape(one)) != len(r.shape(two)):
-        return None
-    if not _is_layer(r, one) or not _is_layer(r, two):
-        return None
-    if read is not product:
-        one, two = (r.insert(read.target, part, *read.args[1:]) for part in (one, two))
-    axis = len(r.shape(read)) - (1 if r.name(node) == "linear" else len(r.shape(weight)) - 1)
-    if r.shape(one)[axis] != r.shape(two)[axis] or not _are_vectors(r, one, two, axis):  # type: ignore[arg-type]
-        return None
-    scaled = r.insert(aten.mul.Tensor, one, r.insert(aten.select.int, weight, 0, 0))
-    total = r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, scaled, two), [axis], True)
-    if bias is None:
-        return total
-    return r.insert(aten.add.Tensor, total, reshaped(r, bias, [1] * (len(r.shape(read)) - axis)))
-
-
-def _is_layer(r: Rewriter, node: Any) -> bool:
-    """Return whether a value shows the outputs of a layer, at most moved."""
-    while r.name(node) in VIEWS or (r.name(node) == "getitem" and r.name(node.args[0]) in operations(Trait.PARTS)):
-        node = node.args[0] if r.name(node) in VIEWS else node.args[0].args[0]
-    return r.name(node) == "embedding" or r.name(node) in {"linear"} | operations(Trait.CONVOLVE)
-
-
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
     product, axes = node.args[0], argument(node, 1, "dim")
@@ -537,7 +502,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     one, two = map(set, terms)
     # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
     if made == {"inputs"} and one == two:
-        if len(axes) > 1 or not _are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
+        if len(axes) > 1 or not are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
             return None
     elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None
@@ -557,7 +522,7 @@ def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if len(gone) != 1 or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
     (axis,) = gone
-    if r.shape(first) != r.shape(second) or not _are_vectors(r, first, second, axis):
+    if r.shape(first) != r.shape(second) or not are_vectors(r, first, second, axis):
         return None
     total = r.insert(aten.sum.dim_IntList, product, *node.args[1:])
     return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[axis])
@@ -590,10 +555,8 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     count = int(r.name(node)[4])
     channel = len(r.shape(value)) - count - 1
     plain = groups == 1 and set(stride) <= {1} and not isinstance(padding, str) and set(padding) <= {0}
-    if not plain or r.made_of(weight) != "weights" or set(r.shape(weight)[2:]) != {1}:
+    if not plain or r.made_of(weight) != "weights" or set(r.shape(weight)[2:]) != {1} or weight in r.capture.states:
         return None
-    if (row := bilinear_row(r, node)) is not None or weight in r.capture.states:
-        return row
     letters = string.ascii_lowercase[: channel + 1 + count]
     out = letters[:channel] + "Z" + letters[channel + 1 :]
     matrix = "Z" + letters[channel] + string.ascii_uppercase[:count]
