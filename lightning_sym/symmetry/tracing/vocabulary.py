@@ -260,7 +260,8 @@ class Trace(Joining):
         """Let units on an axis take over a scale that all units on another axis share: the value remains the same."""
         own = next((label for label in value.labels if axis in label.axes), None)
         others = [label for label in value.labels if label is not own and label.axes]
-        if own is None or not others or value.state is not None or value.sources:
+        roots = [value, *(root for root, _ in value.sources)]
+        if own is None or not others or any(root.state is not None for root in roots):
             return value
         labels = []
         for label in others:
@@ -268,7 +269,7 @@ class Trace(Joining):
             one, two = (np.full(part.scale.shape, int(common)) for part in (own, label))
             own = own.scaled_by(self.constraints.product((own.scale, 1.0), (one, 1.0)))
             labels.append(label.scaled_by(self.constraints.product((label.scale, 1.0), (two, -1.0))))
-        return value.with_labels(own, *labels)
+        return replace(value, labels=(own, *labels))
 
     def _for_each_block(
         self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
