@@ -33,6 +33,7 @@ MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtyp
 SHORT: dict[str, Collection[str]] = {
     "norm per head": EVERY,
     "scores of places": EVERY,  # both factors read x: one may change by M times the other, with an antisymmetric M
+    "relative keys": {"batches of positions"},  # axes of heads and of samples as one
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
 }

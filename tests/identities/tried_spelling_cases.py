@@ -357,6 +357,80 @@ PLACE_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "layer": lambda s, u, v: s.o(u * v),
+    "gain": lambda s, u, v: (u * s.o.weight[0] * v).sum(-1, keepdim=True) + s.o.bias,
+    "gain of the other": lambda s, u, v: (v * (s.o.weight * u)).sum(-1, True) + s.o.bias,
+    "einsum": lambda s, u, v: torch.einsum("bi,bi,i->b", u, v, s.o.weight[0])[:, None] + s.o.bias,
+    "matmul": lambda s, u, v: (u * v) @ s.o.weight.T + s.o.bias,
+    "vector": lambda s, u, v: ((v * u) @ s.o.weight[0] + s.o.bias).unsqueeze(1),
+    "convolution": lambda s, u, v: F.conv1d((u * v)[..., None], s.o.weight[..., None], s.o.bias)[..., 0],
+}
+PLACE_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "convolution": lambda s, u, v: s.o(u * v),
+    "sum": lambda s, u, v: (u * v * s.o.weight[0]).sum(1, keepdim=True) + s.o.bias,
+    "layer": lambda s, u, v: F.linear((v * u).movedim(1, -1), s.o.weight[..., 0, 0], s.o.bias).movedim(-1, 1),
+}
+
+
+MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "transposed": lambda s, v: s.m(v.mT).mT,
+    "matmul": lambda s, v: s.m.weight @ v + s.m.bias[:, None],
+    "einsum": lambda s, v: torch.einsum("st,btd->bsd", s.m.weight, v) + s.m.bias[None, :, None],
+    "convolution": lambda s, v: F.conv1d(v, s.m.weight[..., None], s.m.bias),
+}
+
+
+def spatial_gate(mix: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        u, v = F.gelu(s.a(x)).chunk(2, -1)
+        return s.o(u * mix(s, s.n(v)))
+
+    return forward
+
+
+def mixer(mix: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    return lambda s, x: s.o(torch.tanh(mix(s, s.n(s.a(x)))))
+
+
+# ---- attention with relative positions
+
+
+APART = torch.arange(3)[:, None] - torch.arange(3) + 2
+OF_KEYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda q, e: torch.einsum("bhid,ijd->bhij", q, e),
+    "matmul": lambda q, e: (q[..., None, :] @ e.mT)[..., 0, :],
+    "batches of positions": lambda q, e: (q.permute(2, 0, 1, 3).flatten(1, 2) @ e.mT).unflatten(1, (-1, 2)).permute(
+        1, 2, 0, 3),
+    "sum": lambda q, e: (q[..., None, :] * e).sum(-1),
+}  # fmt: skip
+OF_VECTORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "added": lambda q, u, k: (q + u[:, None]) @ k.mT,
+    "einsum": lambda q, u, k: q @ k.mT + torch.einsum("hd,bhjd->bhj", u, k)[:, :, None],
+    "matmul": lambda q, u, k: q @ k.mT + (k @ u[..., None]).mT,
+    "sum": lambda q, u, k: q @ k.mT + (u[:, None] * k).sum(-1)[..., None, :],
+}
+
+
+def of_heads(weigh: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = queries(s, x)
+        return s.o((weigh(s, q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+PAIR_ROWS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "layer": lambda s, u, v: s.o(u[:, :, None] * v[:, None])[..., 0],
+    "gain": lambda s, u, v: (u * s.o.weight[0]) @ v.mT + s.o.bias,
+    "einsum": lambda s, u, v: torch.einsum("bid,bjd,d->bij", u, v, s.o.weight[0]) + s.o.bias,
+}
+
+
+def two_images(samples: int) -> tuple[Tensor, ...]:
+    return images(2, 5)(samples)[0], images(2, 5)(samples)[0]
+
+
 def towers(score: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
     return lambda s, x, y: score(s.a(x), s.b(y))
 
@@ -424,6 +498,20 @@ TRIED: dict[str, Function] = {
     "scores of heads": Function({"a": of(L, 7, 6), "b": of(L, 8, 6)}, two_inputs(7, 8), 18,
         each(HEAD_SCORES, lambda score: towers(lambda u, v: score(u.unflatten(-1, (2, 3)), v.unflatten(-1, (2, 3))))),
         samples=80),
+    "row that reads a product": Function({"a": of(L, 5, 3), "b": of(L, 4, 3), "o": of(L, 3, 1)}, two_inputs(5, 4), 12,
+        each(ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y))), samples=80),
+    "row that reads a product of places": Function({"a": of(C, 2, 3, 3), "b": of(C, 2, 3, 3), "o": of(C, 3, 1, 1)},
+        two_images, 12, each(PLACE_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
+    "row that reads the products of pairs": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "o": of(L, 3, 1)},
+        two_sequences, 12, each(PAIR_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
+    "spatial gate": Function({"a": of(L, 5, 8), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)}, steps(5),
+        3, each(MIXED, spatial_gate), samples=60),
+    "mixed tokens of a norm": Function({"a": of(L, 5, 4), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)},
+        steps(5), 8, each(MIXED, mixer), samples=60),
+    "relative keys": Function({"w": of(L, 6, 12), "e": of(nn.Embedding, 5, 2), "o": of(L, 4, 6)}, steps(6),
+        22, each(OF_KEYS, lambda read: of_heads(lambda s, q, k: q @ k.mT + read(q, s.e(APART)))), samples=60),
+    "bias of queries": Function({"w": of(L, 6, 12, bias=False), "u": parameter(2, 2), "o": of(L, 4, 6)}, steps(6), 16,
+        each(OF_VECTORS, lambda score: of_heads(lambda s, q, k: score(q, s.u, k)))),
     "scores of places": Function({"a": of(C, 2, 4, 3), "b": of(C, 2, 4, 3)}, images(2, 5), 28,
         each(PLACE_SCORES, lambda score: lambda s, x: score(s.a(x), s.b(x)))),
     "scores of pairs of tokens": Function({"a": of(nn.Embedding, 7, 3), "b": of(nn.Embedding, 6, 3)},

@@ -101,7 +101,15 @@ def without(r: Rewriter, node: fx.Node, letters: str, gone: Sequence[str]) -> tu
 
 
 def contract(
-    r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: fx.Node, bias: fx.Node | None = None
+    r: Rewriter,
+    one: str,
+    two: str,
+    out: str,
+    first: fx.Node,
+    second: fx.Node,
+    bias: fx.Node | None = None,
+    *,
+    batched: bool = False,
 ) -> fx.Node | None:
     """Return the product of two values, summed over letters absent from the result; None without a plainer spelling.
 
@@ -113,6 +121,7 @@ def contract(
         first: First factor.
         second: Second factor.
         bias: Bias along the one letter that only the weights have.
+        batched: Whether weights of each position or head, which no `linear` contracts, become a factor of `matmul`.
     """
     # If the factors' sizes along an axis differ, the factor of size 1 is constant along it.
     own = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
@@ -132,10 +141,13 @@ def contract(
     made = r.made_of(first), r.made_of(second)
     if "constants" in made and (mean := _uniform(r, one, two, out, first, second)) is not None:
         return mean
-    if made == ("weights", "inputs"):
-        return _linear(r, two, one, out, second, first, sizes, bias)
-    if made == ("inputs", "weights"):
-        return _linear(r, one, two, out, first, second, sizes, bias)
+    if "weights" in made and "inputs" in made:
+        turned = made[0] == "weights"
+        terms = (two, one, out, second, first) if turned else (one, two, out, first, second)
+        rewritten = _linear(r, *terms, sizes, bias)
+        shared = {letter for letter in one if letter in two}
+        if rewritten is not None or not batched or not shared & set(out):
+            return rewritten
     return _matmul(r, one, two, out, first, second)
 
 
@@ -212,7 +224,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     )
     if not own and not other:
         first, second = (_ordered(r, part, term, batch + summed) for part, term in ((first, one), (second, two)))
-        if len(summed) == 1 and _are_vectors(r, first, second, len(batch)):
+        if len(summed) == 1 and are_vectors(r, first, second, len(batch)):
             row, column = r.insert(aten.unsqueeze.default, first, -2), r.insert(aten.unsqueeze.default, second, -1)
             result = r.insert(aten.select.int, r.insert(aten.matmul.default, row, column), -1, 0)
             result = r.insert(aten.select.int, result, -1, 0)
@@ -248,7 +260,7 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     return _ordered(r, result, batch + own + other, out)
 
 
-def _are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
+def are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
     """Return whether two values of one shape differ, and units index one of their axes, or none."""
     if first is second or any(r.made_of(part) != "inputs" for part in (first, second)):
         return False
@@ -279,7 +291,8 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return rewritten
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
-        rewritten = contract(r, *letters_of(equation), first, second)
+        alike = len(r.shape(first)) == len(r.shape(second))
+        rewritten = contract(r, *letters_of(equation), first, second, batched=not alike)
     elif (
         made == {"inputs"}
         and (rewritten := _associated(r, node, first, second) or _before_sum(r, first, second)) is not None
@@ -412,7 +425,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
         pair = r.insert(aten.einsum.default, f"{one},{two}->{between}", list(values[:2]))
         return r.insert(aten.einsum.default, f"{','.join([between, *others])}->{out}", [pair, *values[2:]])
     first, second = values
-    rewritten = contract(r, one, two, out, first, second)
+    rewritten = contract(r, one, two, out, first, second, batched=True)
     plain = f"{one},{two}->{out}"
     if rewritten is None and plain != equation:
         return r.insert(aten.einsum.default, plain, [first, second])
@@ -489,12 +502,12 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     one, two = map(set, terms)
     # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
     if made == {"inputs"} and one == two:
-        if len(axes) > 1 or not _are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
+        if len(axes) > 1 or not are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
             return None
     elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None
     out = "".join(letter for letter in letters if letter not in summed)
-    result = contract(r, terms[0], terms[1], out, parts[0], parts[1])
+    result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result
@@ -509,7 +522,7 @@ def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if len(gone) != 1 or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
         return None
     (axis,) = gone
-    if r.shape(first) != r.shape(second) or not _are_vectors(r, first, second, axis):
+    if r.shape(first) != r.shape(second) or not are_vectors(r, first, second, axis):
         return None
     total = r.insert(aten.sum.dim_IntList, product, *node.args[1:])
     return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[axis])

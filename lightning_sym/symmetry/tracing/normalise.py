@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
+from lightning_sym.symmetry.tracing.bilinear import bilinear_row
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
@@ -361,13 +362,11 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
-    if is_plain and (narrow := narrow_convolution(r, node)) is not None:
+    if is_plain and (narrow := bilinear_row(r, node) or narrow_convolution(r, node)) is not None:
         return narrow
-    if (
-        name == "linear"
-        and (rewritten := _one_hot(r, node) or outer_product(r, node) or layers_of_parts(r, node)) is not None
-    ):
-        return rewritten
+    for rewrite in (_one_hot, outer_product, layers_of_parts, bilinear_row) if name == "linear" else ():
+        if (rewritten := rewrite(r, node)) is not None:
+            return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
         rest = {name: value for name, value in node.kwargs.items() if name != "bias"}
         found = stored(r, bias, [0])

@@ -169,11 +169,13 @@ class Trace(Joining):
             shape: The result's shape.
         """
         axes, rank = (one_axes, two_axes), len(shape)
+        summed = [goes.index(None) for goes in axes]
+        one, two = self._by_element(one, one_axes, two, two_axes), self._by_element(two, two_axes, one, one_axes)
         values = [
             self._for_each_block(one, one_axes, two, two_axes),
             self._for_each_block(two, two_axes, one, one_axes),
         ]
-        summed = [goes.index(None) for goes in axes]
+        values = [self._lending(value, axis) for value, axis in zip(values, summed, strict=True)]
         inner = [
             next((label for label in value.labels if axis in label.axes), None)
             for value, axis in zip(values, summed, strict=True)
@@ -210,9 +212,13 @@ class Trace(Joining):
                 if other.state is not None and self._holds_twice(value, axis):
                     self.note(TWICE)
         else:
-            for value, label, other in ((values[0], inner[0], two), (values[1], inner[1], one)):
+            for own, other in ((0, two), (1, one)):
+                value, label, side = values[own], inner[own], (first, second)[1 - own]
                 # Zeros (an initial state) accept any label.
-                if label is not None and not other.is_zero:
+                if label is not None and other.concrete is None and any(each.axes for each in side.labels):
+                    taken = self._taken(label, side)
+                    first, second = (taken, second) if own else (first, taken)
+                elif label is not None and not other.is_zero:
                     fixed = other.concrete is not None and self.constraints.explain(f"{self.where}: {FIXED_MATRIX}")
                     with fixed or contextlib.nullcontext():
                         self.fix(value.with_labels(label))
@@ -227,6 +233,43 @@ class Trace(Joining):
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
+
+    def _by_element(
+        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
+    ) -> Value:
+        """Make the elements of a matrix units if units index both of its axes in the other factor (heads)."""
+        met = next((label for label in other.labels if others.index(None) in label.axes), None)
+        targets = set() if met is None else {others[axis] for axis in met.axes}
+        own = [label for label in value.labels if {goes[axis] for axis in label.axes} & targets]
+        if len(own) < 2 or any(len(label.axes) > 1 for label in own):
+            return value
+        return self._jointly(value, lambda tensor: tensor) or value
+
+    def _taken(self, label: Label, other: Value) -> Value:
+        """Let the units of one factor share a scale, which units of the other factor, on kept axes, take over."""
+        self.constraints.fix_units(label.atom.ravel())
+        self.constraints.restrict(label)
+        common = self.constraints.fresh_scales(())
+        self.constraints.equate([(label.scale, 1.0), (np.full(label.scale.shape, int(common)), -1.0)])
+        at = next(at for at, each in enumerate(other.labels) if each.axes)
+        own = other.labels[at]
+        scale = self.constraints.product((own.scale, 1.0), (np.full(own.scale.shape, int(common)), 1.0))
+        return replace(other, labels=(*other.labels[:at], own.scaled_by(scale), *other.labels[at + 1 :]))
+
+    def _lending(self, value: Value, axis: int) -> Value:
+        """Let units on an axis take over a scale that all units on another axis share: the value remains the same."""
+        own = next((label for label in value.labels if axis in label.axes), None)
+        others = [label for label in value.labels if label is not own and label.axes]
+        roots = [value, *(root for root, _ in value.sources)]
+        if own is None or not others or any(root.state is not None for root in roots):
+            return value
+        labels = []
+        for label in others:
+            common = self.constraints.fresh_scales(())
+            one, two = (np.full(part.scale.shape, int(common)) for part in (own, label))
+            own = own.scaled_by(self.constraints.product((own.scale, 1.0), (one, 1.0)))
+            labels.append(label.scaled_by(self.constraints.product((label.scale, 1.0), (two, -1.0))))
+        return replace(value, labels=(own, *labels))
 
     def _for_each_block(
         self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]

@@ -221,7 +221,14 @@ class Contractions(Algebra):
         sizes = dict(zip(by.two, weights.shape, strict=True))
         whole = (len(source), *(sizes[letter] for letter in given))
         shape = (len(source), *(sizes[letter] for letter in made))
-        key = "through", self._weight_key(weights), by_place.equation, tuple(source.shape), source.numpy().tobytes()
+        key = (
+            "through",
+            self._weight_key(weights),
+            by_place.equation,
+            shape,
+            tuple(source.shape),
+            source.numpy().tobytes(),
+        )
         equation = f"...{by_place.one},{by_place.two}->...{by_place.out}"
         evaluate = ByProduct(self._node(weights), weights.shape, equation, whole)
         unseen = None

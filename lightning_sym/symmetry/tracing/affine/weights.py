@@ -272,14 +272,18 @@ class ByProduct(NamedTuple):
     def __call__(self, values: Tensor, weights: Weights) -> Tensor:
         """Return derived unknowns."""
         given = values.expand((*values.shape[: values.ndim - len(self.whole)], *self.whole))
-        return torch.einsum(self.equation, given, weights.node(self.node).reshape(self.shape))
+        return torch.einsum(self.equation, given, self._factor(weights))
 
     def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
         """Return the derivative by values of a shape, given that by the derived unknowns."""
         inputs, result = self.equation.split("->")
         values, by = inputs.split(",")
-        back = torch.einsum(f"{result},{by}->{values}", slopes, weights.node(self.node).reshape(self.shape))
+        back = torch.einsum(f"{result},{by}->{values}", slopes, self._factor(weights))
         return back.sum_to_size(*back.shape[: back.ndim - len(shape)], *shape)
+
+    def _factor(self, weights: Weights) -> Tensor:
+        own: Tensor = weights.node(self.node)  # with axes of size 1 where samples or heads share it
+        return own.reshape(self.shape) if own.numel() == math.prod(self.shape) else own.expand(self.shape)
 
     def names(self, program: Program) -> set[str]:
         """Return the names of the tensors that are needed."""
