@@ -104,10 +104,10 @@ def find_group(labels: Labels, known: Known) -> Group:
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
     blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
-    dense = find_dense(constraints, positions, orbits, forms)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
     forms = forms._replace(magnitudes=scales.forms)  # replaces the large original
+    dense = find_dense(constraints, positions, orbits, forms)
     signs = tabulate(orbits.columns, forms.signs, end, modulo_two=True)
     del forms
     copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
