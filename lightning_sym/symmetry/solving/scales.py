@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
-from scipy.sparse.csgraph import connected_components
 
 from lightning_sym.symmetry.arrays import Bools, Ints, rising
 from lightning_sym.symmetry.solving.units import Positions
@@ -14,7 +13,6 @@ from lightning_sym.symmetry.tracing.equations import idle_together, solve
 from lightning_sym.symmetry.tracing.numbering import flat
 
 _ROUNDING = 1e-9  # of exponents
-_MOST_TOGETHER = 512  # generators that are tested for dependence together; ranks of larger tables take seconds
 
 
 class Forms(NamedTuple):
@@ -113,7 +111,8 @@ def scales_at(positions: Positions, forms: Forms) -> Forms:
 def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool = False) -> sparse.csr_matrix:
     """Drop generators with actions that cancel along several axes of parameters, alone or together with others.
 
-    If several cancel together, one that acts equally on all units of a place is dropped; otherwise all are kept.
+    If several cancel together, one that acts equally on all units of a place is dropped, or else the one that acts at
+    most positions (a scale that the units of one head share); if several act at as many, all are kept.
     """
     places, offset = positions.places[: positions.parameters], positions.offset
     end = positions.own + sum(label.size for label in positions.grouped.values())
@@ -135,7 +134,10 @@ def _acting(forms: sparse.csr_matrix, positions: Positions, *, modulo_two: bool 
         if np.count_nonzero(idle[row]) == 1:
             able = [*np.flatnonzero(idle[row])]
         if not able:
-            continue
+            among = np.flatnonzero(idle[row])
+            able = [*among[times[among] == times[among].max()]]
+            if len(able) > 1:
+                continue
         pivot = max(able, key=lambda column: times[column])
         dropped.append(columns[pivot])
         idle -= np.outer(np.where(np.arange(len(idle)) > row, idle[:, pivot] / idle[row, pivot], 0), idle[row])
@@ -168,10 +170,6 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
         if not modulo_two and (parted := _parted(columns, forms, known)) is not None:
             parted.eliminate_zeros()
             forms = parted
-            continue
-        if not modulo_two and (redundant := _redundant(forms[:rows], known)).any():
-            forms = forms[:, np.flatnonzero(~redundant)].tocsr()
-            forms.sort_indices()
             continue
         left_out += int((~known).sum())
         forms = forms[:, np.flatnonzero(known)].tocsr()
@@ -211,35 +209,6 @@ def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: Bools) -> 
         result.sort_indices()
         return result
     return None
-
-
-def _redundant(forms: sparse.csr_matrix, known: Bools) -> Bools:
-    """Return a mask of unassigned generators that act on the parameters as others of them do together.
-
-    The scale that units on one axis lend to those on another acts like this if all of them scale freely.
-
-    Args:
-        forms: Exponents of all generators by position of a parameter.
-        known: Mask of assigned generators.
-    """
-    redundant, new = np.zeros(len(known), bool), np.flatnonzero(~known)
-    acting = forms[:, new].tocsc()
-    count, part_of = connected_components(abs(acting).T @ abs(acting), directed=False)
-    for part in range(count):
-        # Those that act at most places are tried first: the others then act alone there.
-        members = sorted(np.flatnonzero(part_of == part).tolist(), key=lambda own: -int(np.diff(acting.indptr)[own]))
-        if not 1 < len(members) <= _MOST_TOGETHER:
-            continue
-        table = np.unique(acting[:, members].toarray(), axis=0)
-        excess, at = len(members) - int(np.linalg.matrix_rank(table)), 0
-        while excess:
-            fewer = np.delete(table, at, axis=1)
-            if np.linalg.matrix_rank(fewer) == fewer.shape[1] - excess + 1:
-                redundant[new[members.pop(at)]] = True
-                table, excess = fewer, excess - 1
-            else:
-                at += 1
-    return redundant
 
 
 def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
