@@ -98,7 +98,7 @@ compare has no option 'metric'. Did you mean 'metrics'?
 $ compare --metrics val/loss
 Expected the folders of two or more runs, got none.
 $ compare runs/a runs/b --table
---table has no value.
+Option 'table' has no value; give one, as in --table VALUE.
 $ fit SMALL --trainr.max_epochs=3
 Unknown option 'trainr.max_epochs'. Did you mean 'trainer.max_epochs'?
 $ fit SMALL --trainer.maxepochs=3
