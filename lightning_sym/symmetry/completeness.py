@@ -331,10 +331,11 @@ def _measured(
             break
     else:
         return None
-    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    if not bool(lengths.any()):
+    if not (largest := float(rows.abs().max())):
         return None
-    rows = torch.linalg.qr(rows / lengths.clamp(min=1e-6 * float(lengths.max())), mode="r").R
+    # Short rows keep their lengths: behind a saturated softmax, they are differences of numbers near 1, whose rounding
+    # would count as rank.
+    rows = torch.linalg.qr(rows / largest, mode="r").R
     sizes = torch.linalg.vector_norm(rows, dim=0)
     rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
     nullity, read = count - _rank(torch.linalg.svdvals(rows)), sizes > 0
