@@ -21,7 +21,6 @@ from lightning_sym.reports.spectra import MemberSpectrum, spectrum_results
 from lightning_sym.symmetry import trace_symmetry
 
 _LANCZOS = 20  # products for a largest eigenvalue, about
-_FEW = 64  # samples for an estimate of time
 
 
 class SpectrumReport(RunReport):
@@ -51,7 +50,7 @@ class SpectrumReport(RunReport):
 
     Note:
         A member takes about ``3 * (trace_probes + 20) + steps * probes`` products with the Hessian, each some three
-        gradients over the data. If that takes more than a minute, a warning estimates it from one product.
+        gradients over the data. If that takes more than a minute, a warning estimates it from a product over one batch.
     """
 
     needs = ("kept", "loss", "network", "population", "gathered_by_member")
@@ -103,12 +102,13 @@ class SpectrumReport(RunReport):
         return found
 
     def _say_if_long(self, network: Any, batches: Any, loss: Any, members: int) -> None:
-        """Warn of more than a minute of work, from the time of one product; to be called on every rank."""
+        """Warn of more than a minute of work, from a product over the first batch; to be called on every rank."""
         samples = sum(gathered(sum(len(x) for x, _ in batches)))
-        few = [(x[:_FEW], y[:_FEW]) for x, y in batches[:1]]
-        hessian = CurvatureOperator(network, few, loss, dtype=torch.float64, check=False)
+        hessian = CurvatureOperator(network, batches[:1], loss, dtype=torch.float64, check=False)
+        ones = torch.ones(hessian.size)
+        hessian @ ones  # the first product of a process loads code, and can take a thousand times as long
         begun = time.perf_counter()
-        hessian @ torch.ones(hessian.size)
+        hessian @ ones
         products = members * (3 * (self.trace_probes + _LANCZOS) + self.steps * self.probes)
         each = (time.perf_counter() - begun) * samples / hessian.samples
         minutes = each * products / 60

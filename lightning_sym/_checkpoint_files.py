@@ -68,8 +68,8 @@ def locate(path: str | Path) -> Found:
         return Found(given, place, place.parent if configuration else None, configuration)
     if place.is_dir():
         return _in_folder(given, place)
-    halves = [(Path(given[:end]), Path(given[end + 1 :])) for end, sign in enumerate(given) if sign == "+"]
-    halves = [pair for pair in reversed(halves) if all(half.name for half in pair)]
+    signs = (end for end in range(len(given) - 2, 0, -1) if given[end] == "+")  # both halves have a name, perhaps "."
+    halves = [(Path(given[:end]), Path(given[end + 1 :])) for end in signs]
     for model, adapter in halves:
         if model.exists() and adapter.is_dir():
             _adapter_weights(adapter)

@@ -271,7 +271,7 @@ def match_weights(
         likely = [one for one in found if not one.lead or 2 * len(one.missing) < len(needed)]
         likely = likely or [_Names("", "", keys, places, tied, patterns)]
         closest = min(likely, key=lambda one: len(one.missing))
-        if prefix is not None and not any(key.startswith(closest.start) for key in keys):
+        if prefix and not any(key.startswith(closest.start) for key in keys):
             fit = [repr(one.start) for one in _candidates(keys, places, tied, patterns) if one.fits and not one.lead]
             proposal = f"expected {' or '.join(fit[:3])}" if fit else "leave it out to search for one"
             raise ValueError(f"No name in {source} begins with the prefix {prefix!r} (--prefix); {proposal}.")
@@ -406,15 +406,16 @@ def _candidates(
 ) -> list[_Names]:
     """Return the names under each prefix that may fit, or under the given one.
 
-    A given prefix excludes copies under longer ones, such as ``model.`` beside an empty prefix.
+    A given prefix excludes other copies, such as one under ``model.`` beside an empty prefix.
     """
     found = [_Names(start, lead, keys, places, tied, patterns) for start, lead in _starts(keys, places, tied, prefix)]
     if prefix is None:
         return found
     (given,) = found
     others = [one.start for one in _candidates(keys, places, tied, patterns) if one.fits and not one.lead]
+    own = {given.expected(name) for name in places}  # perhaps under a longer prefix too: the network may have a `model`
     longer = tuple(start for start in others if start != given.start and start.startswith(given.start))
-    left = {place: key for place, key in keys.items() if not place.startswith(longer)} if longer else keys
+    left = {place: key for place, key in keys.items() if place in own or not place.startswith(longer)}
     return [_Names(given.start, given.lead, left, places, tied, patterns)]
 
 

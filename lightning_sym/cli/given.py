@@ -114,7 +114,7 @@ def read_own(
             raise ValueError(f"{command} has no option '{name}'.{meant(name, known)}")
         if name in flags and not isinstance(given[name], bool):
             raise ValueError(f"--{name} takes no value, got {given[name]!r}.")
-        if given[name] is None and name != "prefix":
+        if given[name] is None and (name != "prefix" or "--prefix" in options):  # --prefix= is empty
             raise ValueError(_NO_VALUE.format(name, f"--{name}"))
     return {name: value for name, value in given.items() if name not in flags or value}, names
 
@@ -211,7 +211,8 @@ def without_value(args: Sequence[str]) -> str:
         args: Options after the command.
     """
     for option, value in _pairs(args, _HELP):
-        if option and not value and option not in (*_HELP, "--prefix") and not option.endswith(".help"):
+        given = value or (option == "--prefix" and value is not None)  # --prefix= is empty
+        if option and not given and option not in _HELP and not option.endswith(".help"):
             return _NO_VALUE.format(option.lstrip("-"), option)
     return ""
 

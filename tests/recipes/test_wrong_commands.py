@@ -117,6 +117,10 @@ $ merge --network=own_nets.Net --method=passthrough --out=m.safetensors
 Expected two or more checkpoints, got none.
 $ merge MODELS --out=m.safetensors --base=
 Option 'base' has no value; give one, as in --base VALUE.
+$ merge MODELS --prefix --out=m.safetensors
+Option 'prefix' has no value; give one, as in --prefix VALUE.
+$ spectrum a.pt --network=own_nets.Net --prefix
+Option 'prefix' has no value; give one, as in --prefix VALUE.
 $ reparametrize ONE --objective=weight_norm --factors=
 Option 'factors' has no value; give one, as in --factors VALUE.
 $ merge MODELS --out=m.safetensors --seed=4294967296

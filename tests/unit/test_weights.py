@@ -346,6 +346,15 @@ def test_one_of_two_copies_is_read_by_its_prefix_though_the_other_has_a_longer_o
         assert not fit.extras
 
 
+def test_a_copy_is_read_though_its_own_names_begin_like_another_one() -> None:
+    network = nn.ModuleDict({"model": Plain()})
+    state = network.state_dict()
+    held = state | {f"model.{name}": own + 1 for name, own in state.items()}
+    fit = match_weights(held, network, prefix="")
+    assert all(torch.equal(fit.tensors[name], own) for name, own in state.items())
+    assert {*fit.outside} == {f"model.{name}" for name in state}
+
+
 def test_an_empty_prefix_is_a_value_on_the_command_line() -> None:
     state = Plain().state_dict()
     torch.save({**state, **{f"model.{name}": own + 1 for name, own in state.items()}}, "two.pt")

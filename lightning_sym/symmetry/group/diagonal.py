@@ -113,8 +113,8 @@ class Scale(Diagonal):
         plan = self.group.plan
         free = sum(int(without_balance(plan, Squares(plan, own)).sum()) for own in networks if balanced)
         note = (
-            f"{free} scales have no balance, as all weights into their units, or out of them, are zero: they are "
-            "compared unchanged, and no lower bound is known"
+            f"scales of dead units ({free} in both networks) have no balance, as all weights into these units, or out "
+            "of them, are zero: they are compared unchanged, and no lower bound is known"
         )
         return [note] * bool(free), bool(free)
 

@@ -1,5 +1,6 @@
 """Folders of models in and out: what ``from_pretrained`` needs, whole or not at all."""
 
+import contextlib
 import errno
 import json
 import os
@@ -393,6 +394,9 @@ def test_paths_of_files_folders_zoos_and_adapters() -> None:
     assert (both.given, both.file, both.folder, both.adapter) == (
         "model+adapter", model.file, model.folder, Path("adapter"),
     )  # fmt: skip
+    for inside, given in (("model", ".+../adapter"), ("adapter", "../model+.")):
+        with contextlib.chdir(inside):
+            assert find_checkpoints(given)[0].adapter == Path(given.split("+")[1])
     (file,) = find_checkpoints("x.pt")
     assert (file.file, file.folder) == (Path("x.pt"), None)
     Path("with").mkdir()
