@@ -104,9 +104,12 @@ class SpectrumReport(RunReport):
     def _say_if_long(self, network: Any, batches: Any, loss: Any, members: int) -> None:
         """Warn of more than a minute of work, from a product over the first batch; to be called on every rank."""
         samples = sum(gathered(sum(len(x) for x, _ in batches)))
-        hessian = CurvatureOperator(network, batches[:1], loss, dtype=torch.float64, check=False)
-        ones = torch.ones(hessian.size)
-        hessian @ ones  # the first product of a process loads code, and can take a thousand times as long
+        try:
+            hessian = CurvatureOperator(network, batches[:1], loss, dtype=torch.float64, check=False)
+            ones = torch.ones(hessian.size)
+            hessian @ ones  # the first product of a process loads code, and can take a thousand times as long
+        except ValueError:  # this batch alone has no loss: the spectrum says so if no other has one
+            return
         begun = time.perf_counter()
         hessian @ ones
         products = members * (3 * (self.trace_probes + _LANCZOS) + self.steps * self.probes)

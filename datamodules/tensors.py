@@ -354,8 +354,9 @@ def _tensor(values: Any, what: str = "data") -> Tensor:
         )
     if np.ma.is_masked(values):
         raise ValueError(f"{what} must have no masked values; fill them, or remove these inputs.")
-    kind = np.dtype(np.float64) if array.dtype == np.longdouble else array.dtype.newbyteorder("=")
-    return torch.from_numpy(np.require(array, kind, ["C", "W"]))
+    array = array.astype(np.float64 if array.dtype == np.longdouble else array.dtype.newbyteorder("="), copy=False)
+    # Memory maps may be larger than the memory: only what torch cannot share is copied.
+    return torch.as_tensor(array.copy() if min(array.strides, default=0) < 0 else array)
 
 
 def _as_split(pair: Any, where: str) -> LabelledInputs:
