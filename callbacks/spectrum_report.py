@@ -108,7 +108,7 @@ class SpectrumReport(RunReport):
             hessian = CurvatureOperator(network, batches[:1], loss, dtype=torch.float64, check=False)
             ones = torch.ones(hessian.size)
             hessian @ ones  # the first product of a process loads code, and can take a thousand times as long
-        except ValueError:  # this batch alone has no loss: the spectrum says so if no other has one
+        except ValueError:  # the first batch has no loss; the spectrum itself refuses data without any
             return
         begun = time.perf_counter()
         hessian @ ones

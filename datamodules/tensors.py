@@ -336,7 +336,7 @@ def _tensor(values: Any, what: str = "data") -> Tensor:
     """Return values as a tensor; an image of PIL with its channels first, as torchvision does.
 
     Args:
-        values: Tensor, image, or what numpy takes for an array of numbers, in any byte and memory order.
+        values: Tensor, image, array, or nested sequences of numbers, in any byte and memory order.
         what: Name of the values in errors.
     """
     if isinstance(values, Tensor):
@@ -355,7 +355,7 @@ def _tensor(values: Any, what: str = "data") -> Tensor:
     if np.ma.is_masked(values):
         raise ValueError(f"{what} must have no masked values; fill them, or remove these inputs.")
     array = array.astype(np.float64 if array.dtype == np.longdouble else array.dtype.newbyteorder("="), copy=False)
-    # Memory maps may be larger than the memory: only what torch cannot share is copied.
+    # Memory maps may be larger than the memory: only arrays that torch cannot share are copied.
     return torch.as_tensor(array.copy() if min(array.strides, default=0) < 0 else array)
 
 

@@ -63,7 +63,7 @@ class Exhibit:
 
 @cache  # each figure and table asks for all recipes
 def recipe_sources() -> dict[str, str]:
-    """Return what the headers of all recipes name as their sources, by recipe."""
+    """Return the source in the header of each recipe, by recipe."""
     return {name: recipe_header(name)["source"] for name in recipe_names()}
 
 

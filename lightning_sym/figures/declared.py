@@ -477,7 +477,7 @@ def _penalties(panels: Sequence[Axes], every: Sequence[_Series]) -> None:
 def _spans(
     split: Sequence[tuple[Panel, Row, Any]], series: Sequence[Sequence[tuple[Marks, Sequence[_Series]]]]
 ) -> dict[str, Artist]:
-    """Return what stands in the legend for bands and error bars, by their names."""
+    """Return the legend's entries for bands and error bars, by name."""
     found: dict[str, Artist] = {}
     for (panel, *_), drawn in zip(split, series, strict=True):
         for marks, one in ((marks, one) for marks, own in drawn for one in own):

@@ -34,7 +34,7 @@ class ScaleGauge:
     Attributes:
         log_scale: Natural logarithms of the scales. Shape (generators,).
         dead: Mask of generators that stay, as all weights that they multiply, or divide, are zero. Shape (generators,).
-        movable: Those of them that would change other weights: networks of one orbit may differ there after balancing.
+        movable: The dead ones that change weights: there, networks of one orbit may differ after balancing.
         notes: Notes on missed tolerances.
         sweeps: Number of passes over all generators.
         residual: Largest relative difference between incoming and outgoing norms after balancing.
@@ -420,6 +420,12 @@ def variance_scales(structure: Structure, tensors: Mapping[str, Tensor]) -> Floa
     return found
 
 
+def _at_rest(plan: Plan, squares: Squares) -> ScaleGauge:
+    """Return a gauge that leaves all scales unchanged."""
+    unknown = np.full(len(plan.class_of), np.nan)
+    return ScaleGauge(plan, squares, None, unknown, unknown)
+
+
 def one_sided(plan: Plan, squares: Squares) -> Bools:
     """Return a mask of the scales along which a norm of the weights has no minimum.
 
@@ -433,27 +439,17 @@ def one_sided(plan: Plan, squares: Squares) -> Bools:
     Returns:
         Shape (generators,).
     """
-    nothing = np.full(len(plan.class_of), np.nan)
-    gauge = ScaleGauge(plan, squares, None, nothing, nothing)
+    gauge = _at_rest(plan, squares)
     levels, _ = gauge._levels()
-    found = levels[0].copy() if levels else np.zeros(len(nothing), bool)
+    found = levels[0].copy() if levels else np.zeros(len(plan.class_of), bool)
     while (joint := gauge._jointly(gauge.sought & ~found)).any():
         found |= joint
     return found
 
 
 def without_balance(plan: Plan, squares: Squares) -> Bools:
-    """Return a mask of the scales that balancing leaves unchanged, although they change weights: those of dead units.
-
-    Args:
-        plan: The plan of the group.
-        squares: Squared norms of the network.
-
-    Returns:
-        Shape (generators,).
-    """
-    nothing = np.full(len(plan.class_of), np.nan)
-    gauge = ScaleGauge(plan, squares, None, nothing, nothing)
+    """Return a mask of the scales of dead units, which balancing leaves unchanged; arguments as of `one_sided`."""
+    gauge = _at_rest(plan, squares)
     levels, free = gauge._levels()
     mask = gauge._without(*levels)
     gauge._bury(free & ~gauge._jointly(free, levels), mask, squares.allowed(mask))

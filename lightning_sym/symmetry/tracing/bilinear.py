@@ -1,16 +1,103 @@
-"""Spell one row that reads the product of two layers as the bilinear form that it is."""
+"""Spell sums over products in one way: of two values, of values and weights, or by one row of weights."""
 
+import string
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_sym.symmetry.tracing.contractions import VIEWS, are_vectors, reshaped
-from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.contractions import (
+    VIEWS,
+    are_vectors,
+    before_sum,
+    contract,
+    permuted,
+    reshaped,
+    without,
+)
+from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
+
+
+def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
+    product, axes = node.args[0], argument(node, 1, "dim")
+    if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
+        return None
+    assert isinstance(product, fx.Node)
+    parts: list[Any] = list(product.args[:2])
+    if not all(isinstance(part, fx.Node) for part in parts):
+        return None
+    made = {r.made_of(part) for part in parts}
+    if made == {"constants", "inputs"}:
+        return _scaled_sum(r, node, parts)
+    last = len(r.shape(product)) - 1
+    for value, total in (parts, parts[::-1]) if made == {"inputs"} and reduced(node, last + 1) == {last} else ():
+        if r.name(total) == "sum" and len(r.shape(total)) == last + 1 and last > 1:
+            column = permuted(r, total, [*range(last - 1), last, last - 1])
+            if (found := before_sum(r, value, column)) is not None:
+                return reshaped(r, found, r.shape(node))
+    if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
+        return None
+    whole = r.shape(product)
+    letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
+    summed = {letters[axis] for axis in axes}
+    terms: list[str] = []
+    for at, part in enumerate(parts):
+        own = letters[len(letters) - len(r.shape(part)) :]
+        value = r.made_of(part) == "inputs"
+        described = zip(own, r.shape(part), part.meta["val"].stride(), strict=True)
+        gone = [
+            letter for letter, size, step in described if (size == 1 if not value else 0) or (not step and size > 1)
+        ]
+        gone += [
+            letter
+            for letter, size in zip(own, r.shape(part), strict=True)
+            if value and size == 1 < whole[letters.index(letter)]
+        ]
+        parts[at], own = without(r, part, own, list(dict.fromkeys(gone)))
+        terms.append(own)
+    if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
+        return None
+    one, two = map(set, terms)
+    # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
+    if made == {"inputs"} and one == two:
+        if len(axes) > 1 or not are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
+            return None
+    elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
+        return None
+    out = "".join(letter for letter in letters if letter not in summed)
+    result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
+    if result is not None and argument(node, 2, "keepdim", False):
+        result = reshaped(r, result, r.shape(node))
+    return result
+
+
+def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the mean over one axis of an elementwise product of two values as their scaled product."""
+    product = node.args[0]
+    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not r.only_for(product, node) or node.kwargs:
+        return None
+    (first, second), gone = product.args[:2], reduced(node, len(r.shape(product)))
+    if len(gone) != 1 or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
+        return None
+    (axis,) = gone
+    if r.shape(first) != r.shape(second) or not are_vectors(r, first, second, axis):
+        return None
+    total = r.insert(aten.sum.dim_IntList, product, *node.args[1:])
+    return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[axis])
+
+
+def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | None:
+    for value, other in (parts, parts[::-1]):
+        number = r.number(other)
+        if number is not None and r.shape(value) == r.shape(node.args[0]):
+            return r.insert(aten.mul.Tensor, r.insert(node.target, value, *node.args[1:], **node.kwargs), number)
+    return None
 
 
 def bilinear_row(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -295,7 +295,7 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         rewritten = contract(r, *letters_of(equation), first, second, batched=not alike)
     elif (
         made == {"inputs"}
-        and (rewritten := _associated(r, node, first, second) or _before_sum(r, first, second)) is not None
+        and (rewritten := _associated(r, node, first, second) or before_sum(r, first, second)) is not None
     ):
         return rewritten
     elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
@@ -336,7 +336,7 @@ def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> 
     return None
 
 
-def _before_sum(r: Rewriter, value: fx.Node, column: fx.Node) -> fx.Node | None:
+def before_sum(r: Rewriter, value: fx.Node, column: fx.Node) -> fx.Node | None:
     """Rewrite the product with a sum of rows as the sum of products with each row."""
     total, shape = shown(r, column)[0], r.shape(column)
     if r.name(total) != "sum" or shape[-1:] != (1,) or len(r.shape(value)) != len(shape):
@@ -457,83 +457,6 @@ def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     equation = f"{one},Z{letters[len(lead) :]},{two}->{letters[: len(lead)]}Z"
     result = r.insert(aten.einsum.default, equation, [first, matrices[0], second])
     return result if bias is None else r.insert(aten.add.Tensor, result, bias)
-
-
-def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
-    product, axes = node.args[0], argument(node, 1, "dim")
-    if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
-        return None
-    assert isinstance(product, fx.Node)
-    parts: list[Any] = list(product.args[:2])
-    if not all(isinstance(part, fx.Node) for part in parts):
-        return None
-    made = {r.made_of(part) for part in parts}
-    if made == {"constants", "inputs"}:
-        return _scaled_sum(r, node, parts)
-    last = len(r.shape(product)) - 1
-    for value, total in (parts, parts[::-1]) if made == {"inputs"} and reduced(node, last + 1) == {last} else ():
-        if r.name(total) == "sum" and len(r.shape(total)) == last + 1 and last > 1:
-            column = permuted(r, total, [*range(last - 1), last, last - 1])
-            if (found := _before_sum(r, value, column)) is not None:
-                return reshaped(r, found, r.shape(node))
-    if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
-        return None
-    whole = r.shape(product)
-    letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
-    summed = {letters[axis] for axis in axes}
-    terms: list[str] = []
-    for at, part in enumerate(parts):
-        own = letters[len(letters) - len(r.shape(part)) :]
-        value = r.made_of(part) == "inputs"
-        described = zip(own, r.shape(part), part.meta["val"].stride(), strict=True)
-        gone = [
-            letter for letter, size, step in described if (size == 1 if not value else 0) or (not step and size > 1)
-        ]
-        gone += [
-            letter
-            for letter, size in zip(own, r.shape(part), strict=True)
-            if value and size == 1 < whole[letters.index(letter)]
-        ]
-        parts[at], own = without(r, part, own, list(dict.fromkeys(gone)))
-        terms.append(own)
-    if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
-        return None
-    one, two = map(set, terms)
-    # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
-    if made == {"inputs"} and one == two:
-        if len(axes) > 1 or not are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
-            return None
-    elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
-        return None
-    out = "".join(letter for letter in letters if letter not in summed)
-    result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
-    if result is not None and argument(node, 2, "keepdim", False):
-        result = reshaped(r, result, r.shape(node))
-    return result
-
-
-def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the mean over one axis of an elementwise product of two values as their scaled product."""
-    product = node.args[0]
-    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not r.only_for(product, node) or node.kwargs:
-        return None
-    (first, second), gone = product.args[:2], reduced(node, len(r.shape(product)))
-    if len(gone) != 1 or not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
-        return None
-    (axis,) = gone
-    if r.shape(first) != r.shape(second) or not are_vectors(r, first, second, axis):
-        return None
-    total = r.insert(aten.sum.dim_IntList, product, *node.args[1:])
-    return r.insert(aten.mul.Tensor, total, 1 / r.shape(product)[axis])
-
-
-def _scaled_sum(r: Rewriter, node: fx.Node, parts: Sequence[Any]) -> fx.Node | None:
-    for value, other in (parts, parts[::-1]):
-        number = r.number(other)
-        if number is not None and r.shape(value) == r.shape(node.args[0]):
-            return r.insert(aten.mul.Tensor, r.insert(node.target, value, *node.args[1:], **node.kwargs), number)
-    return None
 
 
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.bilinear import bilinear_row
+from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, summed_product
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
@@ -22,14 +22,12 @@ from lightning_sym.symmetry.tracing.contractions import (
     layers_of_parts,
     layout,
     matmul,
-    mean_product,
     narrow_convolution,
     outer_product,
     permuted,
     reshaped,
     shown,
     stored,
-    summed_product,
 )
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
