@@ -64,10 +64,18 @@ def find_requirements(
         ValueError: If an option is not one of the run's, or names no folder; or if it names one that is not there and
             that is not the one to be made: because it was given elsewhere than the recipe that makes it, so that it may
             be a slip of the pen, or because another recipe makes it.
+
+    An option that its own recipe gives, and that later options removed, as ``--model.zoos`` with fewer entries does,
+    needs no folder.
     """
     found = []
     for option, recipe in (requires or {}).items():
-        key, entry = _key(settings, option)
+        try:
+            key, entry = _key(settings, option)
+        except ValueError:
+            if _own_folder(option, given) is None:
+                raise
+            continue
         folder = settings[key][entry] if entry else settings[key]
         if not isinstance(folder, str | os.PathLike):
             raise ValueError(f"requires names the option {option}, which must be a folder, and is {folder!r}.")

@@ -75,6 +75,19 @@ def test_other_options_are_refused():
     refuse({"model.members": "zoo/mnist5k"}, settings(), says="option model.members, which must be a folder, and is 3")
 
 
+def test_an_entry_that_a_later_option_removed_needs_no_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "member-0000.safetensors").touch()
+    requires = {"model.zoos.relu": "zoo/mnist5k", "model.zoos.linear sums": "zoo/mnist5k_lenet"}
+    recipe = {"requires": requires, "model": {"zoos": {"relu": "runs/a/zoo", "linear sums": "runs/b/zoo"}}}
+    fewer = {"model": {"zoos": {"relu": str(tmp_path / "a")}}}
+    config = Namespace(model=Namespace(class_path="DissectionTask", init_args=Namespace(zoos=fewer["model"]["zoos"])))
+    (found,) = find_requirements(requires, config, [recipe, fewer])
+    assert found.option == "model.zoos.relu"
+    with pytest.raises(ValueError, match="'model.zoos.linear sums', which this run does not have"):
+        find_requirements(requires, config, [{"requires": requires}, fewer])  # no recipe gives it: a slip of the pen
+
+
 def test_a_folder_counts_if_it_holds_something(tmp_path):
     required = Requirement("model.zoo", "zoo/mnist5k", tmp_path / "zoo")
     assert not required.met
