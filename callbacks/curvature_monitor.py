@@ -6,9 +6,10 @@ from typing import Any, ClassVar, Literal
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._random import generator
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks._checks import loss_of
 from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite, by_member
@@ -37,14 +38,15 @@ class CurvatureMonitor(TrainingMonitor):
 
     - ``curvature/top_eigenvalue``: the largest eigenvalue, to the relative error ``tolerance``;
     - ``curvature/trace`` and ``curvature/trace_error``: the trace by Hutchinson's method and its standard error; with
-      the same random signs at every point;
+      the same random signs at every point, and other ones for each member, so that the errors of members are
+      independent;
     - ``curvature/along_step``: :math:`d^\top H d` for the normalised direction d of the last optimizer step, at the
       weights after it. Omitted without a step (at the start), for a zero step, and for the last step of an epoch of
       unknown length;
     - ``curvature/loss``: the underlying loss, in eval mode, on the data below.
 
-    For populations these are means over members, and ``details/curvature/top_eigenvalue/member-0003`` is one member;
-    members with weights that are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule:
+    For populations these are means over members (and ``trace_error`` the standard error of the mean), and
+    ``details/curvature/top_eigenvalue/member-0003`` is one member; members with weights that are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule:
     all training inputs, without augmentation; for other datamodules the training data set in index order. With several
     processes each takes its share. Data that change between passes (by random augmentation) raise an error.
 
@@ -155,16 +157,19 @@ class CurvatureMonitor(TrainingMonitor):
             for number, state in self.states(trainer, pl_module).items():
                 network = self.copied(trainer, pl_module, state)
                 finite = all_finite(state)
-                found[number] = self._sharpness(network, data, loss, steps.get(number)) if finite else {}
+                signs = generator("curvature monitor", number)
+                found[number] = self._sharpness(network, data, loss, steps.get(number), signs) if finite else {}
         return {"members": found}
 
-    def _sharpness(self, network: nn.Module, data: Any, loss: Any, step: State | None) -> dict[str, float]:
+    def _sharpness(
+        self, network: nn.Module, data: Any, loss: Any, step: State | None, signs: Generator
+    ) -> dict[str, float]:
         """Return the measurements of one network at one point."""
         found: dict[str, float] = {}
         try:
             hessian = CurvatureOperator(network, data, loss)
             found["loss"] = hessian.gradient_and_loss()[1]
-            estimate = trace(hessian, self.probes)
+            estimate = trace(hessian, self.probes, generator=signs)
             found |= {"trace": estimate.value, "trace_error": estimate.standard_error}
             if step is not None and bool((direction := hessian.flatten(step)).any()):
                 found["along_step"] = directional_curvature(hessian, {"step": direction})["step"][1]

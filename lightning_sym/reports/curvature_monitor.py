@@ -1,5 +1,6 @@
 """Sharpness of the loss during training, as CurvatureMonitor reports it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,7 @@ CHART = Chart(
 
 
 def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = False) -> dict[str, float]:
-    """Return the logged numbers of a point: means over members.
+    """Return the logged numbers of a point: means over members, and the standard error of the mean of the traces.
 
     Args:
         point: ``members``, by number: those of ``QUANTITIES`` that were found.
@@ -49,7 +50,11 @@ def monitor_scalars(point: Point, prefix: str = "curvature", *, named: bool = Fa
         f"{prefix}/{name}": {number: values[name] for number, values in point["members"].items() if name in values}
         for name in QUANTITIES
     }
-    return over_members(found, named=named)
+    scalars = over_members(found, named=named)
+    errors = [error for error in found[f"{prefix}/trace_error"].values() if math.isfinite(error)]
+    if errors:  # independent, as members have different random signs; the figure combines them alike
+        scalars[f"{prefix}/trace_error"] = math.hypot(*errors) / len(errors)
+    return scalars
 
 
 def monitor_results(

@@ -11,6 +11,7 @@ from experiments import Plain
 from fits import digits
 from fits import fit as fit_task
 from helpers import dead_charts, read_csv, read_rows, refused
+from matplotlib.container import ErrorbarContainer
 from matplotlib.image import imread
 from pytorch_lightning import LightningModule
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import CurvatureMonitor, curvature_monitor
 from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.curvature import trace
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 
@@ -114,6 +116,28 @@ def test_members_of_a_population_are_those_trained_alone(tmp_path, execution: st
     assert float(tags["details/curvature/trace/member-0001"]) == pytest.approx(whole[1]["trace"], rel=1e-6)
     alone = run("alone", members=1).points[-1]["members"][0]
     assert alone == {name: pytest.approx(value, rel=1e-3) for name, value in whole[0].items()}
+
+
+def test_errors_of_members_are_independent_and_those_of_the_mean_are_combined(tmp_path, monkeypatch) -> None:
+    signs = []
+
+    def noted(operator, probes, *, generator):
+        signs.append(generator.initial_seed())
+        return trace(operator, probes, generator=generator)
+
+    monkeypatch.setattr(curvature_monitor, "trace", noted)
+    task = ZooTask(MultiLayerPerceptron(widths=(6,), image_size=8), members=3)
+    monitor = CurvatureMonitor(probes=4, train_batches=1)
+    fit(tmp_path, task, monitor, data=digits(), max_epochs=1)
+    assert signs[:3] == signs[3:]
+    assert len(set(signs)) == 3  # with the same signs, all errors of a trained population have one sign
+    errors = [values["trace_error"] for values in monitor.points[-1]["members"].values()]
+    logged = float(read_csv(tmp_path / "metrics.csv")[-1]["curvature/trace_error"])
+    assert logged == pytest.approx(math.sqrt(sum(error**2 for error in errors)) / 3, rel=1e-6)
+    figure = dict(monitor.results("a network", [0, 1, 2]).figures)["curvature"]
+    (bars,) = [bar for axes in figure.axes for bar in axes.containers if isinstance(bar, ErrorbarContainer)]
+    low, high = bars.lines[2][0].get_segments()[-1][:, 1]
+    assert (high - low) / 2 == pytest.approx(logged, rel=1e-6)
 
 
 def test_a_network_that_diverges_has_no_numbers(tmp_path) -> None:
