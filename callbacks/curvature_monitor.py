@@ -45,10 +45,11 @@ class CurvatureMonitor(TrainingMonitor):
       unknown length;
     - ``curvature/loss``: the underlying loss, in eval mode, on the data below.
 
-    For populations these are means over members (and ``trace_error`` the standard error of the mean), and
-    ``details/curvature/top_eigenvalue/member-0003`` is one member; members with weights that are not finite are left out. The data are ``curvature_dataloader()`` of the datamodule:
-    all training inputs, without augmentation; for other datamodules the training data set in index order. With several
-    processes each takes its share. Data that change between passes (by random augmentation) raise an error.
+    For populations these are means over members (``trace_error`` is the standard error of the mean), and
+    ``details/curvature/top_eigenvalue/member-0003`` is one member; members with weights that are not finite are left
+    out. The data are ``curvature_dataloader()`` of the datamodule: all training inputs, without augmentation; for other
+    datamodules the training data set in index order. With several processes each takes its share. Data that change
+    between passes (by random augmentation) raise an error.
 
     Written at the end, on rank 0: ``results/curvature.png`` (in TensorBoard ``figures/CurvatureMonitor/curvature``),
     ``curvature.csv`` and ``.json`` (a row per point and member).

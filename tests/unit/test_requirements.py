@@ -84,7 +84,7 @@ def test_an_entry_that_a_later_option_removed_needs_no_folder(tmp_path):
     config = Namespace(model=Namespace(class_path="DissectionTask", init_args=Namespace(zoos=fewer["model"]["zoos"])))
     (found,) = find_requirements(requires, config, [recipe, fewer])
     assert found.option == "model.zoos.relu"
-    with pytest.raises(ValueError, match="'model.zoos.linear sums', which this run does not have"):
+    with pytest.raises(ValueError, match=r"'model\.zoos\.linear sums', which this run does not have"):
         find_requirements(requires, config, [{"requires": requires}, fewer])  # no recipe gives it: a slip of the pen
 
 
