@@ -4,9 +4,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_sym._text import LARGEST_SEED, unknown
 
@@ -116,7 +118,10 @@ def _within(value: float, allowed: str) -> bool:
 
 
 def check_counts_alike(
-    mean: Callable[[Tensor], Tensor], samples: int, each: Callable[[Tensor], Tensor] | None = None
+    mean: Callable[[Tensor], Tensor],
+    samples: int,
+    each: Callable[[Tensor], Tensor] | None = None,
+    targets: Any = None,
 ) -> None:
     """Check, on up to 32 samples, that a loss is the mean over samples with equal weights.
 
@@ -127,12 +132,13 @@ def check_counts_alike(
         mean: Maps indices of samples, possibly repeated, to their loss, a scalar.
         samples: Number of samples. >= 1.
         each: Maps indices of samples to the loss of each alone; default ``mean`` of one after another.
+        targets: The targets, any nesting of tensors; a sample with a negative label, which may be ignored, is tried.
 
     Raises:
         ValueError: If it is not.
     """
     rows = torch.linspace(0, samples - 1, min(samples, 32)).round().long()
-    rows = torch.cat([rows[:1], rows])
+    rows = torch.cat([torch.tensor([_suspect(targets)]), rows])
     together = mean(rows)
     apart = (torch.stack([mean(row[None]) for row in rows]) if each is None else each(rows)).mean()
     if bool(together.isfinite()) and not torch.allclose(together, apart, rtol=1e-3, atol=1e-6):
@@ -141,6 +147,16 @@ def check_counts_alike(
             f"mean of their losses is {float(apart):.4g}; divide by the number of samples, without class weights and "
             "ignored labels."
         )
+
+
+def _suspect(targets: Any) -> int:
+    """Return the number of a sample with a negative label, or 0."""
+    for target in tree_leaves(targets):
+        if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.int32) and len(target):
+            low, place = target.flatten(1).amin(1).min(0) if target.ndim > 1 else target.min(0)
+            if low < 0:
+                return int(place)
+    return 0
 
 
 def check_kernel(module: nn.Module, kernel_size: object) -> None:

@@ -228,7 +228,10 @@ class Curve:
 
     def _segment(self, t: float | Tensor) -> Tensor:
         last = len(self.points) - 1
-        return (self._places(t) * last).long().clamp(max=last - 1)
+        at = self._places(t) * last
+        bends = at.round()  # k / last times last may be below k by rounding
+        near = (at - bends).abs() <= 2 * torch.finfo(at.dtype).eps * bends
+        return torch.where(near, bends, at).long().clamp(max=last - 1)
 
     def _sum(self, points: Tensor, t: float | Tensor) -> Tensor:
         """Return the point of the Bezier curve with the given control points, at least one."""

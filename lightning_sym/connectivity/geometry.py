@@ -370,7 +370,7 @@ def _cosines(jacobians: Sequence[Tensor]) -> Tensor:
     """Return the mean cosine between the samples' Jacobians at two points. Shape ``[T, T]``."""
     rows = torch.stack([F.normalize(jacobian.flatten(1), dim=1) for jacobian in jacobians])
     there = rows.any(2).to(rows)  # a zero Jacobian has no direction
-    return torch.einsum("and,bnd->ab", rows, rows) / (there @ there.T)
+    return (torch.einsum("and,bnd->ab", rows, rows) / (there @ there.T)).clamp(-1, 1)  # by rounding beyond
 
 
 def _alignments(jacobians: Sequence[Tensor]) -> Tensor:

@@ -2,17 +2,19 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_counts_alike, check_integers
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
@@ -228,7 +230,9 @@ class LossOptions(TypedDict, total=False):
     """How losses are measured at points in weight space.
 
     Attributes:
-        loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats.
+        loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats. A
+            warning is given if samples have unequal weights (class weights, ignored labels), as the mean over batches
+            then depends on their sizes.
         recalibrate: Recompute batch norm statistics. ``"auto"``: if the networks have batch norms with running
             statistics. True: raise an error if there are none. False: interpolate statistics like weights.
         recalibration_data: Data for batch norm statistics: batches of images, or tuples and lists that begin with
@@ -373,7 +377,8 @@ def split_losses(
                 except ValueError as error:
                     raise ValueError(f"At t = {t:g}: {error}") from error
             for name, data in splits.items():
-                rows[name].append(_sums(network, data, F.cross_entropy if loss is None else loss))
+                first = not rows[name]
+                rows[name].append(_sums(network, data, F.cross_entropy if loss is None else loss, check=first))
     return {name: _means(torch.stack(own), points, recalibrated) for name, own in rows.items()}
 
 
@@ -417,7 +422,8 @@ def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLo
     for t, value in zip(points, losses.tolist(), strict=True):
         if not math.isfinite(value):
             raise ValueError(
-                f"The loss at t = {t:g} is {value}; check weights and data for values that are not finite."
+                f"The loss at t = {t:g} is {value}; check weights and data for values that are not finite, and for "
+                "batches in which all labels are ignored."
             )
     # A single batch on any rank without classes excludes the accuracy.
     accuracy = correct / count if torch.equal(classified, count) else None
@@ -516,12 +522,17 @@ def _check_rereadable(name: str, data: object) -> None:
         )
 
 
-def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
-    """Return this rank's sums: loss, correct samples, classified samples, samples. Shape ``[4]``."""
+def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool) -> Tensor:
+    """Return this rank's sums: loss, correct samples, classified samples, samples. Shape ``[4]``.
+
+    A check warns of losses that batches of other sizes would change.
+    """
     device = device_of(network)
+    unequal = ""
     sums = torch.zeros(4, dtype=wide(device), device=device)
 
     def run() -> None:
+        nonlocal unequal
         for batch in data:
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 raise ValueError(f"data must yield pairs (inputs, targets), got a {type(batch).__name__}.")
@@ -533,6 +544,8 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
             value = loss(outputs, labels)
             if value.ndim != 0:
                 raise ValueError(f"loss must return the mean over a batch, a scalar; got shape {list(value.shape)}.")
+            if check and not unequal:
+                unequal = _unequal(loss, outputs, labels)
             sums[0] += value.to(sums) * size
             integer = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
             if integer and labels.shape == outputs.shape[:1] and outputs.ndim == 2 and outputs.shape[1] > 1:
@@ -541,4 +554,22 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss) -> Tensor:
             sums[3] += size
 
     together(run)
+    if unequal and rank() == 0:
+        warnings.warn(f"The mean over batches of other sizes would be another number: {unequal}", stacklevel=2)
     return sums
+
+
+def _unequal(loss: Loss, outputs: Any, labels: Tensor) -> str:
+    """Return why a loss is no mean over samples with equal weights; empty if it is one, or fails on single samples."""
+
+    def mean(rows: Tensor) -> Tensor:
+        two = rows.repeat_interleave(2).to(labels.device)  # no batch of one, whose axis a loss may drop
+        return loss(tree_map(lambda tensor: tensor[two], outputs), labels[two])
+
+    try:
+        check_counts_alike(mean, len(labels), targets=labels)
+    except ValueError as error:
+        return str(error) if str(error).startswith("loss must be the mean") else ""
+    except (RuntimeError, IndexError, TypeError):
+        return ""
+    return ""

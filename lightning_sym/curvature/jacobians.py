@@ -45,20 +45,20 @@ def jacobian_rank(
     r"""Count how many directions in weight space change a network's outputs on some inputs.
 
     From the eigenvalues of :math:`J J^\top`, or of :math:`J^\top J`, whichever is smaller, in double precision. These
-    are the squares of the singular values; those below 3e-8 of the largest are rounding;
+    are the squares of the singular values, so that singular values below 3e-8 of the largest are rounding;
     :func:`lightning_sym.symmetry.local_dimension` does without squares, at a higher price.
 
     Args:
         network: Any module that treats samples apart in eval mode. Unchanged.
-        inputs: One batch, shape ``[N, ...]``.
-        tolerance: Singular values above it times the largest one count. In (0, 1).
+        inputs: One batch, shape ``[N, ...]``, N >= 1.
+        tolerance: Singular values above it times the largest one count. In [3e-8, 1).
         max_bytes: Most memory for J (or for :math:`J^\top J`, if that is smaller). >= 1.
 
     Returns:
         The rank; without one where it would need more memory.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or the Jacobian is not finite.
 
     Note:
         ``O(N K P min(N K, P))`` time for K outputs.
@@ -67,8 +67,10 @@ def jacobian_rank(
         >>> jacobian_rank(nn.Linear(3, 2), torch.randn(50, 3)).nullity
         0
     """
-    check_numbers("in (0, 1)", tolerance=tolerance)
+    check_numbers("in [3e-8, 1)", tolerance=tolerance)
     check_integers(max_bytes=max_bytes)
+    if not inputs.shape or not len(inputs):
+        raise ValueError(f"inputs must be a batch of at least one sample, got shape {list(inputs.shape)}.")
     exact = in_precision(copy.deepcopy(network), wide(device_of(network))).eval()
     given = _widened(exact, inputs)
     with torch.no_grad():
@@ -91,6 +93,8 @@ def jacobian_rank(
         else:
             whole = torch.cat(list(rows))
             square = whole @ whole.T
+    if not bool(square.isfinite().all()):
+        raise ValueError("The Jacobian is not finite; check weights and inputs for NaN and infinity.")
     singular = torch.linalg.eigvalsh(square).flip(0).clamp(min=0).sqrt()
     relative = (singular / singular[0] if float(singular[0]) > 0 else singular).cpu()
     rank = int((relative > tolerance).sum())

@@ -41,7 +41,7 @@ def detectors(overlaps: Tensor, least: float = 0.04) -> Detectors:
         least: Threshold of the overlap, in [0, 1); 0.04 is that of network dissection.
 
     Raises:
-        ValueError: If ``least`` is out of its range or ``overlaps`` is no matrix.
+        ValueError: If ``least`` is out of its range or ``overlaps`` is no matrix of numbers in [0, 1].
 
     References:
         Bau et al. (2017), arXiv:1704.05796, section 2.3; docs/theory/dissection.md, 2.
@@ -54,5 +54,7 @@ def detectors(overlaps: Tensor, least: float = 0.04) -> Detectors:
     check_numbers("in [0, 1)", least=least)
     if overlaps.ndim != 2 or not overlaps.numel():
         raise ValueError(f"overlaps must have shape [units, concepts], got {list(overlaps.shape)}.")
+    if not bool(((overlaps >= 0) & (overlaps <= 1)).all()):
+        raise ValueError("overlaps must be in [0, 1], but some are not; give intersections over unions.")
     overlap, concept = overlaps.max(1)
     return Detectors(concept, overlap, overlap > least)

@@ -6,6 +6,7 @@ from torch.nn.functional import interpolate
 from torchmetrics import Metric
 
 from lightning_sym._checks import check_integers
+from lightning_sym.dissection.quantiles import unit_values
 
 _BLOCK = 2**20  # values held at once, 4 MiB; counts below 2^24 are exact in float32
 
@@ -66,12 +67,12 @@ class ConceptOverlap(Metric):
 
         Args:
             maps: Activations, resized to the masks bilinearly (corners not aligned). Shape ``[N, units, h, w]``,
-                floating.
+                floating, finite.
             masks: Pixels of each concept. Shape ``[N, concepts, H, W]``, bool.
             annotated: Whether an image was annotated for a concept; default all. Shape ``[N, concepts]``, bool.
 
         Raises:
-            ValueError: If shapes or dtypes do not match.
+            ValueError: If shapes or dtypes do not match, or a value is not finite.
         """
         count = len(maps)
         if maps.ndim != 4 or maps.shape[1] != self.units or not maps.dtype.is_floating_point:
@@ -90,6 +91,7 @@ class ConceptOverlap(Metric):
                 f"annotated must be bool of shape [{count}, {self.concepts}], got {annotated.dtype} of "
                 f"{list(annotated.shape)}."
             )
+        unit_values(maps, self.units)  # raises if some are not finite
         pixels = masks.shape[2] * masks.shape[3]
         images = max(1, _BLOCK // (pixels * max(self.units, self.concepts)))
         for first in range(0, count, images):

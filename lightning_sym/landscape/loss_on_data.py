@@ -96,6 +96,7 @@ class LossOnData:
                 lambda rows: self._mean(self.own, self._rows(rows)),
                 self.samples,
                 lambda rows: self._mapped(functools.partial(self._mean, self.own), self._rows(rows[:, None])),
+                self.data[1],
             )
 
     def _rows(self, rows: Tensor) -> Any:

@@ -122,7 +122,7 @@ class RemovableUnits:
         """Return the remaining positions on every axis that becomes shorter, for :func:`narrowed`.
 
         Raises:
-            ValueError: If there is no such unit, or its group cannot lose one.
+            ValueError: If there is no such unit, its group cannot lose one, or none would remain.
         """
         gone: dict[Axis, list[Tensor]] = {}
         for group, numbers in removed.items():
@@ -130,6 +130,8 @@ class RemovableUnits:
             size = len(self._places[group][0].positions)
             if any(not 0 <= number < size for number in numbers):
                 raise ValueError(f"Units of {group} are numbers from 0 to {size - 1}, got {list(numbers)[:8]}.")
+            if len(set(numbers)) == size:
+                raise ValueError(f"At least one of the {size} units of {group} must remain; remove fewer.")
             for place in self._places[group] if len(numbers) else ():
                 positions = place.positions[torch.tensor(list(numbers))].flatten()
                 gone.setdefault((place.tensor, place.axis), []).append(positions)

@@ -2,11 +2,12 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
 from experiments import SmallCNN
-from helpers import randomize_statistics, refused
+from helpers import assert_refused, randomize_statistics, refused
 from sklearn.linear_model import RidgeClassifier
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
@@ -140,6 +141,30 @@ def test_a_jacobian_that_is_too_large_has_no_rank_and_says_why():
     assert found.rank is None
     assert found.nullity is None
     assert "raise max_bytes" in found.note
+
+
+@pytest.mark.parametrize("spoilt", ["weights", "inputs"])
+def test_a_jacobian_that_is_not_finite_has_no_rank(spoilt):
+    network, (x, _) = perceptron(), samples(20)
+    with torch.no_grad():
+        (next(network.parameters()) if spoilt == "weights" else x).view(-1)[0] = math.nan
+    assert_refused(jacobian_rank, network, x, says="The Jacobian is not finite; check weights and inputs")
+
+
+def test_a_rank_of_nothing_or_below_rounding_is_refused():
+    network, (x, _) = perceptron(), samples(20)
+    assert_refused(jacobian_rank, network, x[:0], says="inputs must be a batch of at least one sample")
+    assert_refused(jacobian_rank, network, x, tolerance=1e-9, says="tolerance must be a number in [3e-8, 1), got 1e-09")
+
+
+def test_cosines_are_at_most_one():
+    network, data = perceptron("tanh"), samples(20)
+    start = weight_vector(network)
+    for seed in range(8):
+        points = torch.randn(3, len(start), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        cosine = curve_geometry(Curve(points), network, data, points=2).cosine
+        assert float(cosine.abs().max()) <= 1
+        torch.testing.assert_close(cosine.diagonal(), torch.ones(2, dtype=torch.float64))
 
 
 def test_frozen_parameters_are_no_columns():

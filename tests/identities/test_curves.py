@@ -64,6 +64,17 @@ def test_derivatives_are_those_of_finite_differences(kind, count):
     torch.testing.assert_close(curve.second_derivative(t), seconds, rtol=1e-5, atol=1e-5)
 
 
+def test_the_tangent_at_a_bend_is_that_of_the_next_segment():
+    for last in range(2, 40):
+        points = torch.randn(last + 1, 3, generator=torch.Generator().manual_seed(last), dtype=torch.float64)
+        chain = Curve(points, "chain")
+        steps = torch.arange(last, dtype=torch.float64)
+        for spaced in (steps / last, torch.linspace(0, 1, last + 1, dtype=torch.float64)[:-1]):
+            assert torch.equal(chain.tangent(spaced), last * points.diff(dim=0))
+        before = 1 / last - 1e-12
+        assert torch.equal(chain.tangent(before), last * (points[1] - points[0]))
+
+
 def test_length_is_that_of_chords():
     chain = random_curve("chain", 5)
     assert chain.length() == pytest.approx(float(torch.linalg.vector_norm(chain.points.diff(dim=0), dim=1).sum()))

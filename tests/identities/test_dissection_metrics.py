@@ -213,6 +213,13 @@ def test_concept_overlap_refuses_what_does_not_fit():
     assert_refused(metric.update, maps, masks, annotated[:2], says="annotated")
 
 
+def test_what_is_not_finite_has_no_overlap():
+    metric, masks = ConceptOverlap(torch.zeros(2), 1), torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    maps = torch.tensor([1.0, math.nan]).view(1, 2, 1, 1)
+    assert_refused(metric.update, maps, masks, says="maps must be finite")
+    assert_refused(detectors, torch.tensor([[math.nan, 0.2]]), says="overlaps must be in [0, 1]")
+
+
 def test_detectors_need_more_than_the_least_overlap():
     found = detectors(torch.tensor([[0.04, 0.0], [0.1, 0.3], [0.05, 0.05], [0.0, 0.5]]))
     assert found.detects.tolist() == [False, True, True, True]

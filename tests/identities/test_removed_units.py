@@ -74,6 +74,7 @@ def test_channels_that_padding_holds_in_place_are_refused():
         assert_refused(units.kept, {name: [0]}, says=f"{name} are tied to those of axis group 'conv'")
         assert_refused(units.restrict, [name], says="name that group")
     assert_refused(units.kept, {"conv": [4]}, says="Units of conv are numbers from 0 to 3, got [4]")
+    assert_refused(units.kept, {"conv": [0, 1, 2, 3]}, says="At least one of the 4 units of conv must remain")
     assert_refused(units.kept, {"blocks": [0]}, says="Unknown axis group 'blocks'")
     units.restrict(["conv"])
     assert units.sizes == {"conv": 4}

@@ -499,6 +499,7 @@ def test_chains_of_attention_and_recurrence(make, execution):
 X, Y = torch.zeros(4, 3), torch.tensor([0, 1, 1, 0])
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
 IGNORED = torch.tensor([0, -100, 1, 1])
+HIDDEN = torch.cat([Y, IGNORED[1:2], Y.repeat(19)[1:]])  # not among the 32 samples that are tried in any case
 
 
 def operator_of(data=(X, Y), loss=F.cross_entropy, network=None) -> CurvatureOperator:
@@ -543,6 +544,7 @@ def infinite(value: float, name: str) -> nn.Module:
         refused(lambda: operator_of() @ torch.zeros(20, 0), says="[20, 0]"),
         refused(chains_of, loss=WEIGHTED, says="without class weights"),
         refused(chains_of, data=(X, IGNORED), says="ignored labels"),
+        refused(chains_of, data=(X.repeat(20, 1), HIDDEN), says="ignored labels"),
         refused(chains_of, data=(X, normal(4, 2)), says="indices or probabilities"),
         refused(chains_of, data=(X, normal(4)), says="indices or probabilities"),
         refused(chains_of, network=Noisy(3, 2), data=(X + 1, Y), says="dropout"),

@@ -1,5 +1,6 @@
 """Lines and means of networks, and barriers with closed forms."""
 
+import functools
 import math
 
 import pytest
@@ -260,6 +261,31 @@ def test_accuracy_with_another_loss_and_without_classes():
     targets = F.one_hot(labels, 3).double()
     assert barrier(a, b, [(images, targets)], points=3).accuracy is None
     assert barrier(a, b, [(images, labels), (images, targets)], points=3).accuracy is None
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 20.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("unequal", ["class weights", "ignored label", "sum"])
+def test_a_loss_that_depends_on_the_batches_is_named(unequal):
+    a, b = perceptron(0), perceptron(1)
+    images, labels = batch(50)
+    if unequal == "ignored label":
+        labels[33] = -100
+    options = {"class weights": {"weight": WEIGHTS}, "sum": {"reduction": "sum"}}.get(unequal, {})
+    with pytest.warns(UserWarning, match="batches of other sizes would be another number: loss must be the mean over"):
+        found = [
+            barrier(a, b, list(zip(images.split(size), labels.split(size), strict=True)), points=2,
+                    loss=functools.partial(F.cross_entropy, **options)).loss[0]
+            for size in (50, 8)
+        ]  # fmt: skip
+    assert abs(found[0] - found[1]) > 1e-6
+
+
+def test_a_batch_without_labels_is_named():
+    images, labels = batch(8)
+    ignored = [(images[:4], labels[:4]), (images[4:], torch.full((4,), -100))]
+    assert_refused(barrier, perceptron(0), perceptron(1), ignored, says="batches in which all labels are ignored")
 
 
 def test_curve_of_another_kind():
