@@ -390,9 +390,10 @@ def _add(axes: Axes, marks: Marks, one: _Series, x: Values, panel: Panel, width:
     elif kind == "bars":
         (axes.barh if panel.flat else axes.bar)(x, np.nan_to_num(mean), width, **{"alpha": 0.75, **plain})
         _errors(axes, one, x, panel, {"fmt": "none", "ecolor": shared.INK, "capsize": 2.5})
-        for place, end in zip(x, mean, strict=True) if marks.values else ():
+        tops = np.fmax(np.fmax(mean, one.high), 0)  # above the error bar, which the number would hide
+        for place, top, end in zip(x, tops, mean, strict=True) if marks.values else ():
             if np.isfinite(end):
-                at, shift = ((max(end, 0), place), (6, -3)) if panel.flat else ((place, max(end, 0)), (-6, 3))
+                at, shift = ((top, place), (6, -3)) if panel.flat else ((place, top), (-6, 3))
                 axes.annotate(format(end, marks.values), at, shift, textcoords="offset points", fontsize=8, zorder=5)
     elif kind == "error":
         _errors(axes, one, x, panel, {"marker": "o", "ms": 5, "capsize": 2, **look})

@@ -214,6 +214,15 @@ def test_bars_stand_side_by_side_with_their_values():
     assert [tick.get_text() for tick in axes.get_xticklabels()] == PLACES
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_values_of_bars_are_beside_their_error_bars(flat):
+    table = rows(site=PLACES, kind="group", y=[3.0, -1.0, 2.0], std=[2.0, 3.0, 0.0])
+    marks = Marks("y", "site", ["kind"], "bars", error=["std"], values=".1f")
+    (axes,) = drawn(chart(marks, flat=flat).draw(table)).axes
+    ends = [text.xy[0 if flat else 1] for text in axes.texts]
+    assert ends == [5.0, 2.0, 2.0]
+
+
 def test_swapped_axes_have_bars_dots_and_intervals():
     means = rows(method=["unmatched", "weights"], y=[2.0, 0.0], low=[1.5, None], high=[2.5, None])
     pairs = rows(method=["unmatched", "unmatched", "weights", "weights"], y=[1.0, 3.0, 0.0, 0.0])
