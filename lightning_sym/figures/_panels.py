@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
@@ -275,12 +276,21 @@ def legend_above(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
+    handles, labels = _once(handles, labels)
     columns = 2 if max(map(len, labels)) < 16 else 1
     share = 0.05 + 0.065 * -(-len(handles) // columns)
     scale = axes.yaxis.get_transform()  # a logarithmic axis grows in decades
     low, high = scale.transform(np.array(axes.get_ylim()))
     axes.set_ylim(top=float(scale.inverted().transform(low + (high - low) / (1 - share))))
     axes.legend(handles, labels, loc="upper right", ncols=columns, fontsize=8, framealpha=0.9)
+
+
+def _once(handles: Sequence[Artist], labels: Sequence[str]) -> tuple[list[Artist], list[str]]:
+    """Return the first handle of each label: a line and its error bars share one."""
+    first: dict[str, Artist] = {}
+    for handle, label in zip(handles, labels, strict=True):
+        first.setdefault(label, handle)
+    return list(first.values()), list(first)
 
 
 def line_colors(count: int) -> list[str | tuple[float, ...]]:
@@ -292,7 +302,7 @@ def line_colors(count: int) -> list[str | tuple[float, ...]]:
 
 def legend_of_some(axes: Axes) -> None:
     """Name the curves; of many only some, from the first to the last, as colors go from one to the other."""
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = _once(*axes.get_legend_handles_labels())
     if len(handles) > len(_FEW):
         chosen = np.unique(np.linspace(0, len(handles) - 1, len(_FEW)).round().astype(int))
         handles, labels = [handles[index] for index in chosen], [labels[index] for index in chosen]

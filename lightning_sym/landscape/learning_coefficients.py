@@ -162,6 +162,8 @@ class LearningCoefficientEstimate:
                 wanted = max(wanted, 2 * chains, math.ceil(chains * (error / _CERTAIN) ** 2))
         if undecided:
             more = f"take more chains (chains={wanted} in place of {chains}) or steps."
+            if wanted > 4 * max(chains, _MOST_CHAINS):  # nobody can run as many
+                more = f"take more steps (steps={2 * steps} in place of {steps}), or begin nearer to a minimum."
             return f"undecided: {undecided[0]}; {more}", wanted
         if not self.agreement <= AGREEMENT:
             return (

@@ -454,6 +454,15 @@ def test_steady_chains_have_an_estimate_of_their_second_half() -> None:
     assert str(found) == f"learning coefficient {found.estimate:.3f} ± {found.standard_error:.3f}"
 
 
+def test_no_refusal_asks_for_chains_that_nobody_can_run() -> None:
+    few = estimate_of(steady(spread=3.0) + 1)
+    assert f"(chains={few.chains_wanted} in place of 4)" in few.refusal
+    noisy = estimate_of(steady(spread=300.0) + 10)
+    assert noisy.refusal.startswith("undecided")
+    assert noisy.chains_wanted > 10_000
+    assert noisy.refusal.endswith("; take more steps (steps=800 in place of 400), or begin nearer to a minimum.")
+
+
 @pytest.mark.parametrize(
     ("losses", "changes", "says"),
     [

@@ -193,6 +193,14 @@ def test_a_legend_above_lies_over_no_line():
         assert box.y1 < axes.get_window_extent().y1
 
 
+@pytest.mark.parametrize("legend", ["each", "above"])
+def test_a_line_and_its_error_bars_have_one_entry(legend):
+    table = rows(t=[0.0, 1.0], trace=[1.0, 2.0], std=0.1)
+    marks = [Marks("trace", "t", label="trace"), Marks("trace", "t", kind="error", label="trace", error=["std"])]
+    (axes,) = drawn(Chart([Panel(marks)], legend=legend).draw(table)).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["trace"]
+
+
 # ---- named places
 
 
