@@ -15,8 +15,9 @@ from lightning_sym.population import Loss
 class PopulationLoss(Metric):
     """Mean loss of every member.
 
-    All states are sums, so results do not depend on how the data are cut into batches or over ranks. A rank
-    that holds some of the members only adds to their rows.
+    All states are sums, so results do not depend on how the data are cut into batches or over ranks, for a loss that
+    is a mean over samples with equal weights (no class weights, no ignored labels). A rank that holds some of the
+    members only adds to their rows.
 
     Args:
         members: Number of members of the whole population, ``M``.
