@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import shutil
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -21,9 +22,9 @@ from guides import (
     blocks,
     commands,
     docstring_folders,
+    excerpts,
     faults,
     option_commands,
-    own_files,
     providers,
     python_folders,
     source_files,
@@ -47,7 +48,7 @@ def run_blocks(text: str, have: Have) -> None:
 
     A block that begins with the name of a file, as in ``# my_networks.py``, is that module.
     """
-    code = [block for block in blocks(text, "python") if block not in own_files(text).values()]
+    code = blocks(text, "python")
     for package in ("transformers", "timm", "optuna"):  # which not every environment has
         if any(re.search(rf"^(from|import) {package}\b", block, re.MULTILINE) for block in code):
             pytest.importorskip(package)
@@ -83,27 +84,26 @@ def test_python_blocks_run_on_what_the_recipes_of_the_page_make(page: Path, have
     run_blocks(page.read_text(), have)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if own_files(page.read_text())], ids=lambda page: page.name)
-def test_a_folder_of_the_readers_own_runs_and_passes_its_tests(
-    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = page.read_text()
-    for name, content in own_files(text).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).parent.joinpath("__init__.py").touch()
-        (folder / name).write_text(content)
+BRANCHES = ROOT / "examples" / "branches"
+
+
+def test_the_folder_of_the_tutorial_runs_and_passes_its_tests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(BRANCHES, folder / "branches")
     monkeypatch.syspath_prepend(folder)
-    runs = re.findall(r"^PYTHONPATH=\. lightning-sym (.*)$", text, re.MULTILINE)
-    assert runs
-    for line in runs:
-        result = succeed(*shlex.split(line), "--trainer.max_epochs=2", *QUIET)
-        assert re.search(r"picture +(\S+)", result.out)
-    tests = [name for name in own_files(text) if Path(name).name.startswith("test_")]
-    assert tests
-    for name in tests:
-        module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
-        for test in (value for key, value in vars(module).items() if key.startswith("test_")):
-            test(folder / "of-a-test")
+    text = (ROOT / "docs" / "your-paper.md").read_text()
+    (line,) = re.findall(r"^PYTHONPATH=\. lightning-sym (.*)$", text, re.MULTILINE)
+    result = succeed(*shlex.split(line), "--trainer.max_epochs=2", *QUIET)
+    assert re.search(r"picture +(\S+)", result.out)
+    module = importlib.import_module("branches.test_branches")
+    (test,) = (value for key, value in vars(module).items() if key.startswith("test_"))
+    test(folder / "of-a-test")
+
+
+def test_excerpts_of_the_tutorial_are_those_of_its_files() -> None:
+    files = [path.read_text().split() for path in BRANCHES.iterdir() if path.is_file()]
+    found = [excerpt.split() for excerpt in excerpts((ROOT / "docs" / "your-paper.md").read_text())]
+    assert len(found) == 5
+    assert [words for words in found if not any(" ".join(words) in " ".join(file) for file in files)] == []
 
 
 QUICK = {
