@@ -14,7 +14,7 @@ UNITS = {
 
 
 class BranchReport(RunReport):
-    """What lies between the trunk and its branches."""
+    """Measure the barriers between the trunk and its branches."""
 
     needs = ("leave", "kept", "network")  # any task that has these will do
     example = "BranchTask"

@@ -38,7 +38,7 @@ class BranchTask(ZooTask):
         return images[rows], labels[rows]
 
     def identity(self):
-        # What a run that goes on must say as well.
+        # Settings that a resumed run must share.
         return {**super().identity(), "leave": list(self.leave)}
 
     def setup(self, stage):
