@@ -99,11 +99,15 @@ def test_the_folder_of_the_tutorial_runs_and_passes_its_tests(folder: Path, monk
     test(folder / "of-a-test")
 
 
-def test_excerpts_of_the_tutorial_are_those_of_its_files() -> None:
-    files = [path.read_text().split() for path in BRANCHES.iterdir() if path.is_file()]
-    found = [excerpt.split() for excerpt in excerpts((ROOT / "docs" / "your-paper.md").read_text())]
-    assert len(found) == 5
-    assert [words for words in found if not any(" ".join(words) in " ".join(file) for file in files)] == []
+@pytest.mark.parametrize(
+    ("page", "files", "count"),
+    [("your-paper", "branches/*.*", 5), ("equivariance", "row_paths.py", 1)],
+)
+def test_excerpts_of_a_page_are_those_of_its_files(page: str, files: str, count: int) -> None:
+    texts = [path.read_text().split() for path in (ROOT / "examples").glob(files)]
+    found = [excerpt.split() for excerpt in excerpts((ROOT / "docs" / f"{page}.md").read_text())]
+    assert len(found) == count
+    assert [words for words in found if not any(" ".join(words) in " ".join(text) for text in texts)] == []
 
 
 QUICK = {
@@ -146,11 +150,13 @@ def test_commands_on_files_of_the_readers_own_run_in_their_folder(
         assert sys.path[-1] == str(folder)
 
 
-def test_the_network_of_a_guide_works_in_a_recipe_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "equivariance.md").read_text()
-    (block,) = (block for block in blocks(text, "python") if "class RowNetwork(Network)" in block)
-    Path("my_package.py").write_text("import torch\n" + block.partition("rows = ")[0])
+def test_the_network_of_an_example_works_alone_and_in_a_recipe(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(ROOT / "examples" / "row_paths.py", "my_package.py")
     monkeypatch.syspath_prepend(folder)
+    importlib.import_module("my_package").main(max_samples=64)
+    assert "block" in capsys.readouterr().out
     recipe = "--config=equivariance/digits_digit", "--model.network=my_package.RowNetwork", "--data.max_samples=256"
     succeed("fit", *recipe, "--trainer.fast_dev_run=true", *QUIET)
 
