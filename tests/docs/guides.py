@@ -29,10 +29,9 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def own_files(text: str) -> dict[str, str]:
-    """Return the files of a folder of the reader's own, by path: blocks that begin with one, ``# mine/task.py``."""
-    found = [block for language in ("python", "yaml") for block in blocks(text, language)]
-    return {match[1]: block for block in found if (match := re.match(r"# (\w+/\w+\.\w+)\n", block))}
+def excerpts(text: str) -> list[str]:
+    """Return the excerpts of the files of a folder in ``examples/``, which do not run alone."""
+    return [*blocks(text, "py"), *(block for block in blocks(text, "yaml") if block.startswith("run_dir: "))]
 
 
 def options(text: str) -> list[str]:
@@ -179,14 +178,14 @@ def faults(text: str) -> list[str]:
             home = HOMES.get(folder.removesuffix("/zoo"))
             if home not in (None, maker.recipe):
                 found.append(f"{folder} is the folder of {home}, and {maker.recipe} writes there")
-    python = [python_folders(code) for code in blocks(text, "python") if code not in own_files(text).values()]
+    python = [python_folders(code) for code in blocks(text, "python")]
     own = {folder for written, _ in python for folder in written}
     needed = [folder for command in (*commands(text), *option_commands(text)) for folder in sorted(command.needed())]
     needed += [folder for _, read in python for folder in sorted(read)]
     for folder in needed:
         if folder not in made and folder not in own:
             found.append(f"{folder} is needed, and nothing that the page says makes it")
-    written = re.findall(r"^run_dir: (\S+)", "".join(own_files(text).values()), re.MULTILINE)
+    written = re.findall(r"^run_dir: (\S+)", "".join(excerpts(text)), re.MULTILINE)
     written += re.findall(rf"--(?:{'|'.join(_WRITTEN)}|out)[ =]([\w./-]+)", text)
     written += [f"runs/{name}" for name in FILE_COMMANDS]
     for folder in sorted(set(re.findall(r"\bruns/[a-z0-9_-]+", text))):

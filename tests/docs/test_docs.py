@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import shutil
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -21,9 +22,9 @@ from guides import (
     blocks,
     commands,
     docstring_folders,
+    excerpts,
     faults,
     option_commands,
-    own_files,
     providers,
     python_folders,
     source_files,
@@ -47,7 +48,7 @@ def run_blocks(text: str, have: Have) -> None:
 
     A block that begins with the name of a file, as in ``# my_networks.py``, is that module.
     """
-    code = [block for block in blocks(text, "python") if block not in own_files(text).values()]
+    code = blocks(text, "python")
     for package in ("transformers", "timm", "optuna"):  # which not every environment has
         if any(re.search(rf"^(from|import) {package}\b", block, re.MULTILINE) for block in code):
             pytest.importorskip(package)
@@ -83,27 +84,30 @@ def test_python_blocks_run_on_what_the_recipes_of_the_page_make(page: Path, have
     run_blocks(page.read_text(), have)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if own_files(page.read_text())], ids=lambda page: page.name)
-def test_a_folder_of_the_readers_own_runs_and_passes_its_tests(
-    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = page.read_text()
-    for name, content in own_files(text).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).parent.joinpath("__init__.py").touch()
-        (folder / name).write_text(content)
+BRANCHES = ROOT / "examples" / "branches"
+
+
+def test_the_folder_of_the_tutorial_runs_and_passes_its_tests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(BRANCHES, folder / "branches")
     monkeypatch.syspath_prepend(folder)
-    runs = re.findall(r"^PYTHONPATH=\. lightning-sym (.*)$", text, re.MULTILINE)
-    assert runs
-    for line in runs:
-        result = succeed(*shlex.split(line), "--trainer.max_epochs=2", *QUIET)
-        assert re.search(r"picture +(\S+)", result.out)
-    tests = [name for name in own_files(text) if Path(name).name.startswith("test_")]
-    assert tests
-    for name in tests:
-        module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
-        for test in (value for key, value in vars(module).items() if key.startswith("test_")):
-            test(folder / "of-a-test")
+    text = (ROOT / "docs" / "your-paper.md").read_text()
+    (line,) = re.findall(r"^PYTHONPATH=\. lightning-sym (.*)$", text, re.MULTILINE)
+    result = succeed(*shlex.split(line), "--trainer.max_epochs=2", *QUIET)
+    assert re.search(r"picture +(\S+)", result.out)
+    module = importlib.import_module("branches.test_branches")
+    (test,) = (value for key, value in vars(module).items() if key.startswith("test_"))
+    test(folder / "of-a-test")
+
+
+@pytest.mark.parametrize(
+    ("page", "files", "count"),
+    [("your-paper", "branches/*.*", 5), ("equivariance", "row_paths.py", 1)],
+)
+def test_excerpts_of_a_page_are_those_of_its_files(page: str, files: str, count: int) -> None:
+    texts = [path.read_text().split() for path in (ROOT / "examples").glob(files)]
+    found = [excerpt.split() for excerpt in excerpts((ROOT / "docs" / f"{page}.md").read_text())]
+    assert len(found) == count
+    assert [words for words in found if not any(" ".join(words) in " ".join(text) for text in texts)] == []
 
 
 QUICK = {
@@ -124,7 +128,8 @@ def test_commands_on_files_of_the_readers_own_run_in_their_folder(
     """As the installed program does: the folder is not on the module path until a command names a module in it."""
     text = (ROOT / "docs" / "your-own.md").read_text()
     files = {match[1]: block for block in blocks(text, "python") if (match := re.match(r"# (\w+)\.py\n", block))}
-    assert files.keys() == {"my_networks", "my_data", "my_tasks"}
+    assert files.keys() == {"my_networks", "my_tasks"}
+    files["my_data"] = (ROOT / "examples" / "first_hour" / "my_data.py").read_text()
     for name, block in files.items():
         Path(f"{name}.py").write_text(block)
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -145,11 +150,13 @@ def test_commands_on_files_of_the_readers_own_run_in_their_folder(
         assert sys.path[-1] == str(folder)
 
 
-def test_the_network_of_a_guide_works_in_a_recipe_as_it_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "equivariance.md").read_text()
-    (block,) = (block for block in blocks(text, "python") if "class RowNetwork(Network)" in block)
-    Path("my_package.py").write_text("import torch\n" + block.partition("rows = ")[0])
+def test_the_network_of_an_example_works_alone_and_in_a_recipe(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(ROOT / "examples" / "row_paths.py", "my_package.py")
     monkeypatch.syspath_prepend(folder)
+    importlib.import_module("my_package").main(max_samples=64)
+    assert "block" in capsys.readouterr().out
     recipe = "--config=equivariance/digits_digit", "--model.network=my_package.RowNetwork", "--data.max_samples=256"
     succeed("fit", *recipe, "--trainer.fast_dev_run=true", *QUIET)
 

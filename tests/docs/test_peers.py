@@ -1,4 +1,4 @@
-"""Comparisons with other packages: what has become slower, what is not there, and the table of the page."""
+"""Comparisons with other packages: what has become slower, and what is not there."""
 
 import json
 import math
@@ -45,7 +45,6 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_how_to_get_it(peers, monkey
     assert sentences[:2] == ["pip install absent-package", "Name a folder with its code: --folder paper=PATH."]
     assert sentences[2] == f"{tmp_path} has no code/layer.py."
     assert capsys.readouterr().out.splitlines()[0] == "absent: skipped. pip install absent-package"
-    assert "|absent|not there: pip install absent-package||||" in peers.section(rows[0])
 
 
 def test_code_in_a_folder_is_measured_beside_ours(peers, monkeypatch, tmp_path):
@@ -69,10 +68,3 @@ def test_the_exit_status_says_whether_anything_became_slower(peers, monkeypatch,
         monkeypatch.setattr(peers, "measure", lambda name, folders, rounds, own=ratio: [stored(own, own, own)])
         assert peers.main(["--check", "--only", "ckatorch"]) == status
         assert words in capsys.readouterr().out
-
-
-def test_the_page_has_the_table_of_the_results(peers, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(peers.PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    peers.write_page(page)
-    assert page.read_text(encoding="utf-8") == peers.PAGE.read_text(encoding="utf-8")

@@ -1,4 +1,34 @@
-"""The normal form of a captured network: the same function in a small vocabulary of operations."""
+"""The normal form of a captured network: the same function in a small vocabulary of operations.
+
+Each function has one spelling:
+
+- linear layer: ``linear(x, W, b)``; by hand ``x @ W.T + b``, ``addmm``, ``einsum``, a convolution of width 1, ``(x *
+  W).sum(-1)``, sums of chunks.
+- bias: argument of the layer; by hand a vector added later.
+- norm: ``layer_norm``, ``rms_norm``; then products and sums; by hand means, squares, roots and quotients in any
+  order; ``group_norm``.
+- batch norm: ``batch_norm`` with saved statistics, gain, bias; by hand ``(x − m) / √(v + ε) γ + β`` in any order, a
+  depthwise convolution.
+- gain of a layer's rows: ``linear(x, W) γ``; by hand ``linear(x, γ W)``; ``γ x + γ b`` is ``γ (x + b)``.
+- softmax: ``softmax``, ``log_softmax``; by hand exponentials over their sum, with or without the maximum subtracted.
+- mask: a constant added before the softmax; by hand ``masked_fill``, ``where``, the least number of the type, a
+  factor after the exponential.
+- extremum: ``amax``, ``amin``, ``maximum``, ``minimum``; ``logsumexp``; by hand ``max``, ``topk`` of one, ``where(a >
+  b, a, b)``, global pooling.
+- loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
+- gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
+- lookup: ``embedding``; by hand an index, ``index_select``, ``gather``, products with indicators.
+- convolution: ``conv2d(x, W, b)``; by hand windows, shifted copies, chunks, crops, another convolution.
+- rotary positions: ``rotary(x, cos, sin, partner)``; by hand halves, neighbours, complex numbers, matrices.
+- linear attention: attention with products as weights; by hand q (k v) for (q k) v, q Σ k for Σ q k.
+- bilinear form: ``matmul`` of two layers' outputs, one scaled; by hand one row of a layer that reads their product;
+  einsum.
+- weighted mean: a product with a softmax; by hand a masked sum over a count.
+- part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
+- buffer filled, then read: ``cat`` of the parts; by hand writes into slices.
+- attention, gated units: their products, softmaxes, sums (``written_out.py``); by hand one fused operation.
+- round-trip movements, repeated operations, unread results: nothing.
+"""
 
 import math
 from collections.abc import Collection
