@@ -311,6 +311,35 @@ def test_buffers_that_a_network_makes_when_it_runs_do_not_disturb() -> None:
     torch.testing.assert_close(network(X), before)
 
 
+def in_place(h: Tensor) -> Tensor:
+    """Scale by degrees of a graph, as graph convolutions do."""
+    degree = torch.ones(len(h)).scatter_add_(0, torch.tensor([0, 1, 0]), torch.ones(3)).pow_(-0.5)
+    degree.masked_fill_(degree == math.inf, 0)
+    return degree.unsqueeze_(1) * h
+
+
+WRITES: dict[str, tuple[Any, int]] = {
+    "results are written again": (in_place, 4 * 4),
+    "power": (lambda h: h.relu().pow_(2).mul_(2), 4),
+    "zeros": (lambda h: h + h.clone().zero_(), 4 * 4 + 4),
+    "ones": (lambda h: h * h.clone().fill_(1.0), 4 * 4 + 4),
+    "diagonal": (lambda h: h.relu() * torch.ones(len(h), 4).fill_diagonal_(1.0)[:, :1], 4),
+    "shape": (lambda h: h.relu().unsqueeze_(0).squeeze_(0).t_().t_(), 4),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_operations_in_place(write: str) -> None:
+    function, dimension = WRITES[write]
+    symmetry = trace_symmetry(program(lambda s, x: s.b(function(s.a(x))), a=L(5, 4), b=L(4, 6)), torch.randn(3, 5))
+    assert (symmetry.dimension, symmetry.nullity) == (dimension, dimension)
+
+
+def test_writes_into_tensors_of_changed_shape() -> None:
+    network = program(lambda s, x: s.b(s.a(x).relu().transpose_(0, 1).mul_(2).t()), a=L(5, 4), b=L(4, 6))
+    assert_refused(trace_symmetry, network, X, says=("mul_ writes into a tensor whose shape", "without the underscore"))
+
+
 # Rules.
 
 
