@@ -76,9 +76,10 @@ class Architecture:
                 raise ValueError(
                     f"the network {found}: {name}; expected shape {list(shape)}, as in the traced network{advice}"
                 )
-        if extra := next((name for name in places if name not in self.names), None):
+        kept = unsaved - self.names.keys()  # buffers that the network made when it ran
+        if extra := next((name for name in places if name not in self.names and name not in kept), None):
             raise ValueError(f"the network holds {extra}, which the traced network does not")
-        for name in sorted(self.unsaved ^ unsaved):
+        for name in sorted(self.unsaved ^ (unsaved - kept)):
             found = "in" if name in self.unsaved else "out of"
             raise ValueError(
                 f"buffer {name} is kept {found} the state dict there; expected a buffer as in the traced network"

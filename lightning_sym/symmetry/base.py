@@ -317,8 +317,9 @@ class Symmetry(ElementGroup):
     def _holders(self, network: nn.Module) -> dict[str, list[Tensor]]:
         """Return all tensors that share one tensor of the traced network, by its names there."""
         held: dict[str, list[Tensor]] = {}
-        for place, tensor in places_of(network).items():
-            held.setdefault(self.architecture.names[place], []).append(tensor)
+        places = places_of(network)
+        for place, name in self.architecture.names.items():
+            held.setdefault(name, []).append(places[place])
         return held
 
     def act_on_files(

@@ -1,6 +1,5 @@
 """The local dimension of a network's equivalence class, from the rank of its Jacobian."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
-from lightning_sym.symmetry.proof import double
+from lightning_sym.symmetry.proof import double, double_copy
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.watching import watched
@@ -169,7 +168,7 @@ def local_dimension(
         raise ValueError(
             "inputs must hold a batch of at least one sample, as a tensor with the samples on its first axis."
         )
-    exact = copy.deepcopy(network).double().requires_grad_(True)
+    exact = double_copy(network).requires_grad_(True)
     exact.train(training)
     transform: Callable[[Tensor], Tensor] = (lambda y: F.log_softmax(y, -1)) if log_softmax else (lambda y: y)
     rows = _rows_of_batch(exact, call, transform) if training else jacobian_rows(exact, call, transform)

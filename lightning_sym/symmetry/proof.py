@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.charts import charted
+from lightning_sym.symmetry.double_precision import in_double_precision
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factors
 from lightning_sym.symmetry.tracing.calls import Call
@@ -116,7 +117,7 @@ def double_copies(place: Place) -> Iterator[None]:
 
 
 def double_copy(network: nn.Module, names: Mapping[str, str] | None = None) -> nn.Module:
-    """Return a copy in float64, without a copy in between, including tensors that are plain attributes of modules.
+    """Return a copy that computes in float64, without a copy in between, including plain attributes of modules.
 
     Args:
         network: Not changed.
@@ -135,7 +136,8 @@ def double_copy(network: nn.Module, names: Mapping[str, str] | None = None) -> n
     for name, tensor in states.items():
         keeps = type(tensor) is nn.Parameter
         made[id(tensor)] = nn.Parameter(exact[name], tensor.requires_grad) if keeps else exact[name]
-    return share_memory(copied(network, made).double(), first_names(network) if names is None else names)
+    exactly = in_double_precision(copied(network, made).double())
+    return share_memory(exactly, first_names(network) if names is None else names)
 
 
 def outputs_of(network: nn.Module, call: Call) -> list[Tensor]:

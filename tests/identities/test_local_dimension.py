@@ -160,6 +160,19 @@ def test_network_stays_as_it_is() -> None:
     assert found.singular_values.dtype == torch.float64
 
 
+def test_casts_to_single_precision_do_not_count_as_rank() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.relu(self.one(x)).float().to(self.two.weight.dtype))
+
+    network, inputs = Casting(), 3 * torch.randn(400, 5)
+    assert local_dimension(trace_symmetry(network, inputs), network, inputs).nullity == 8
+
+
 def test_convolutions() -> None:
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(1, 3, 2), nn.LeakyReLU(0.1), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 2))

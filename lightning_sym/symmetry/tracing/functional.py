@@ -47,6 +47,7 @@ class _Versions:
         self.held: dict[fx.Node, Any] = {}  # the original tensors, which show a part of the memory
         self.writes: Counter[int] = Counter()
         self.current: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.reshaped: dict[fx.Node, fx.Node] = {}  # by operations that change a tensor's shape in place
 
     def run(self) -> Capture:
         """Process all operations in order."""
@@ -54,10 +55,22 @@ class _Versions:
         gone: list[fx.Node] = []
         for node in list(self.capture.graph.nodes):
             self.rewriter.at = node
-            given, targets = node.all_input_nodes, written_by(node)
-            for own in given:
+            given = [self._last(own) for own in node.all_input_nodes]
+            targets = [self._last(own) for own in written_by(node)]
+            for own in node.all_input_nodes:
                 node.replace_input_with(own, self.now(own))
-            if targets:
+            other = out_of_place(node.target) if targets else None
+            if other is not None and other is not node.target and _is_view(other):
+                node.target = other
+                self._enter(node, targets[0])
+                self.reshaped[targets[0]] = node
+            elif targets:
+                if self.reshaped and any(self.memory.get(own) == self.memory.get(targets[0]) for own in self.reshaped):
+                    raise ValueError(
+                        f"the network cannot be traced, because {name_of(node)}_ writes into a tensor whose shape "
+                        f"{name_of(next(iter(self.reshaped.values())))}_ has changed in place; expected a new tensor "
+                        "of that shape: use the function without the underscore"
+                    )
                 gone += [node] * self._write(node, targets)
             elif not self.written.isdisjoint(memories := memories_of(node)):
                 self._enter(node, next((own for own in given if self.memory.get(own) in memories), None))
@@ -86,12 +99,22 @@ class _Versions:
 
     def now(self, node: fx.Node) -> fx.Node:
         """Return the current value of a tensor at the current operation."""
+        return self._value(self._last(node))
+
+    def _last(self, node: fx.Node) -> fx.Node:
+        """Return the node that has a tensor's current shape."""
+        while node in self.reshaped:
+            node = self.reshaped[node]
+        return node
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return the value with a node's shape at the current operation."""
         if node not in self.memory:
             return node
         version, found = self.current[node]
         if version < self.writes[self.memory[node]]:
             parent, source = self.parent[node]
-            found = self.now(parent)
+            found = self._value(parent)
             if source is not None:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda own: found if own is source else own)
                 found = self.rewriter.insert(node.target, *args, **kwargs)
@@ -106,13 +129,11 @@ class _Versions:
             node.meta["val"], self.rewriter.at = self.held[target].clone(), node.next
         for own in targets:
             self._set(own, new or (node if alone else self._unknown(node.all_input_nodes, self.held[own])))
-        if new is None:
-            return False
         if node.meta.get("val") is not None:
             self.memory[node], self.held[node] = self.memory[target], self.held[target]
             self.parent[node] = target, None
             self.current[node] = self.current[target]
-        return True
+        return new is not None
 
     def _result(self, node: fx.Node, value: Tensor) -> fx.Node | None:
         """Return the value that an operation writes into a tensor; None if no other operation computes it."""
@@ -123,6 +144,10 @@ class _Versions:
             if name_of(node) == "copy":
                 new: Any = node.args[1]
                 new = insert(aten.expand.default, new, list(value.shape)) if _shape(new) != value.shape else new
+            elif name_of(node) == "zero":
+                new = insert(aten.zeros_like.default, node.args[0])
+            elif target is aten.fill_.Scalar:
+                new = insert(aten.full_like.default, *node.args)
             elif (other := out_of_place(target)) is not target and not other._schema.is_mutable:
                 new = insert(other, *node.args, **node.kwargs)
             else:
@@ -162,3 +187,8 @@ class _Versions:
 def _shape(node: fx.Node) -> torch.Size:
     shape: torch.Size = node.meta["val"].shape
     return shape
+
+
+def _is_view(target: torch._ops.OpOverload) -> bool:
+    """Return whether the result of an operation shares the memory of an argument that it does not write."""
+    return not target._schema.is_mutable and any(own.alias_info for own in target._schema.returns)

@@ -151,13 +151,16 @@ def moving(node: fx.Node, arguments: Sequence[Any], keywords: Mapping[str, Any])
     return lambda tensor: target(tensor, *arguments, **keywords)
 
 
+@functools.cache
 def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the out-of-place variant of an operation, the only one with tags."""
+    """Return the out-of-place variant of an operation, the only one with tags; itself if there is none."""
     namespace, _, name = target._schema.name.partition("::")
     if not name.endswith("_") or name.startswith("__"):
         return target
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None) or target
+    types = [own.type for own in target._schema.arguments]
+    found = [getattr(packet, own) for own in (packet.overloads() if packet is not None else ())]
+    return next((own for own in found if [each.type for each in own._schema.arguments] == types), target)
 
 
 def is_pointwise(target: Any) -> bool:

@@ -255,9 +255,38 @@ def test_lazy_modules(lazy: Any) -> None:
     assert trace_symmetry(network, X).log10_permutations == pytest.approx(math.log10(math.factorial(8)))
 
 
+CONSTANT = [torch.eye(8) + torch.rand(8, 8)]  # a list, which no copy in float64 looks into
+CASTS = {
+    "float": lambda h: h.float(),
+    "half": lambda h: h.half(),
+    "to": lambda h: h.to(torch.bfloat16).to(h.dtype),
+    "to a tensor": lambda h: h.to(torch.zeros(1)),
+    "to a device and a type": lambda h: h.to("cpu", torch.float32),
+    "type": lambda h: h.type(torch.float32),
+    "a type's name": lambda h: h.type("torch.FloatTensor"),
+    "type of another": lambda h: h.type_as(torch.zeros(1)),
+    "complex": lambda h: torch.view_as_real(h.to(torch.complex64)).sum(-1),
+    "mean": lambda h: h - h.mean(0, keepdim=True, dtype=torch.float32) * 0,
+    "product of two precisions": lambda h: h.float() @ torch.eye(8, dtype=torch.float32),
+    "a constant in a list": lambda h: h.float() @ CONSTANT[0] @ CONSTANT[0].inverse(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_networks_that_cast_to_lower_precisions_are_tested_in_double_precision(cast: str) -> None:
+    network = program(lambda s, x: s.b(F.relu(CASTS[cast](s.a(x))).to(s.b.weight.dtype)), a=L(5, 8), b=L(8, 3))
+    symmetry = trace_symmetry(network, X)
+    assert symmetry.precision == torch.float64
+    assert symmetry.worst_error < 1e-12
+    assert symmetry.nullity is not None
+
+
 def test_networks_that_cannot_be_tested_to_full_precision() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
-        return s.b(F.relu(s.a(x).float()).to(x.dtype))
+        hidden = s.a(x).float()
+        if hidden.dtype != torch.float32:
+            raise TypeError("this kernel takes float32 alone")
+        return s.b(F.relu(hidden).to(x.dtype))
 
     network = program(forward, a=L(5, 8), b=L(8, 3))
     symmetry = trace_symmetry(network, X)
@@ -266,6 +295,49 @@ def test_networks_that_cannot_be_tested_to_full_precision() -> None:
     assert 1e-10 < symmetry.worst_error < symmetry.tolerance < 1e-3
     assert "it rounds to torch.float32" in " ".join(str(symmetry).split())
     assert_refused(trace_symmetry, network, X, tolerance=1e-10, says="allows too much", error=RuntimeError)
+
+
+def test_buffers_that_a_network_makes_when_it_runs_do_not_disturb() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        if not hasattr(s, "ramp"):
+            s.register_buffer("ramp", torch.linspace(0, 1, x.shape[1], dtype=x.dtype), persistent=False)
+        return s.b(F.relu(s.a(x + s.ramp)))
+
+    network = program(forward, a=L(5, 8), b=L(8, 3))
+    symmetry = trace_symmetry(network, X)
+    before = network(X)
+    torch.testing.assert_close(symmetry.act(symmetry.sample(), network)(X), before)
+    symmetry.act(symmetry.sample(), network, inplace=True)
+    torch.testing.assert_close(network(X), before)
+
+
+def in_place(h: Tensor) -> Tensor:
+    """Scale by degrees of a graph, as graph convolutions do."""
+    degree = torch.ones(len(h)).scatter_add_(0, torch.tensor([0, 1, 0]), torch.ones(3)).pow_(-0.5)
+    degree.masked_fill_(degree == math.inf, 0)
+    return degree.unsqueeze_(1) * h
+
+
+WRITES: dict[str, tuple[Any, int]] = {
+    "results are written again": (in_place, 4 * 4),
+    "power": (lambda h: h.relu().pow_(2).mul_(2), 4),
+    "zeros": (lambda h: h + h.clone().zero_(), 4 * 4 + 4),
+    "ones": (lambda h: h * h.clone().fill_(1.0), 4 * 4 + 4),
+    "diagonal": (lambda h: h.relu() * torch.ones(len(h), 4).fill_diagonal_(1.0)[:, :1], 4),
+    "shape": (lambda h: h.relu().unsqueeze_(0).squeeze_(0).t_().t_(), 4),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_operations_in_place(write: str) -> None:
+    function, dimension = WRITES[write]
+    symmetry = trace_symmetry(program(lambda s, x: s.b(function(s.a(x))), a=L(5, 4), b=L(4, 6)), torch.randn(3, 5))
+    assert (symmetry.dimension, symmetry.nullity) == (dimension, dimension)
+
+
+def test_writes_into_tensors_of_changed_shape() -> None:
+    network = program(lambda s, x: s.b(s.a(x).relu().transpose_(0, 1).mul_(2).t()), a=L(5, 4), b=L(4, 6))
+    assert_refused(trace_symmetry, network, X, says=("mul_ writes into a tensor whose shape", "without the underscore"))
 
 
 # Rules.
