@@ -57,9 +57,7 @@ class _Moved(NamedTensors):
         return self.action.moved(tensor, name) if name in self.moving else tensor
 
 
-def carried(
-    space: Translations, element: Tensor, action: Linear, back: Linear, moving: Collection[str], seed: int = 0
-) -> Tensor:
+def carried(space: Translations, element: Tensor, action: Linear, back: Linear, moving: Collection[str]) -> Tensor:
     """Return the shift g n g^-1 for a linear element g.
 
     It is linear in n, and the same for all weights: it is found at generic ones.
@@ -70,7 +68,6 @@ def carried(
         action: The action of g.
         back: The action of its inverse.
         moving: The names of tensors that linear elements move.
-        seed: Seed of the generic weights.
 
     Returns:
         Shape (size,), float64.
@@ -78,7 +75,7 @@ def carried(
     if not bool(element.any()):
         return element
     assert space.parts is not None
-    there = space.generic if not seed else space.at(space.generic_tensors(seed))
+    there = space.generic
     tensors: Mapping[str, Tensor] = _Moved(back, there.tensors, moving)
     action.learn_gains(tensors)
     plain = space.factors.isdisjoint(moving)
