@@ -2,7 +2,6 @@
 
 import string
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,37 +10,18 @@ from lightning_sym.symmetry.tracing.layers import Bilinear, find_meeting, indice
 from lightning_sym.symmetry.tracing.running import UnlikeError, is_close
 
 
-class Sum(NamedTuple):
-    """A sum over axes, times a number.
-
-    Attributes:
-        axes: The axes.
-        factor: The number.
-    """
-
-    axes: list[int]
-    factor: float
-
-
-class Contraction(NamedTuple):
-    """A sum of products, times a number.
-
-    Attributes:
-        equation: The equation for `torch.einsum`.
-        factor: The number.
-    """
-
-    equation: str
-    factor: float
-
-
-def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown: tuple[int, ...]) -> Sum:
+def find_sum(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown: tuple[int, ...]
+) -> tuple[list[int], float]:
     """Find the summed axes of a function.
 
     Args:
         function: Maps a value of the first shape to one of the second.
         shape: The first shape.
         shown: The second shape: the remaining axes in order, perhaps with axes of size 1.
+
+    Returns:
+        The axes, and a number that multiplies the sum.
 
     Raises:
         Exception: One of :data:`NOT_ON_NUMBERS`, if it is no sum over whole axes.
@@ -54,12 +34,12 @@ def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown
     alike = axes and [n for n in total.shape if n > 1] == [n for n in shown if n > 1]
     if not alike or not is_close(total.reshape(-1), function(value).reshape(-1)):
         raise UnlikeError
-    return Sum(axes, met.factor)
+    return axes, met.factor
 
 
 def find_contraction(
     function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], shown: tuple[int, ...]
-) -> Contraction:
+) -> tuple[str, float]:
     """Find the summed axes of a function that adds products of two values.
 
     Args:
@@ -67,6 +47,9 @@ def find_contraction(
         first: The shape of its first argument.
         second: The shape of its second argument.
         shown: The shape of its result.
+
+    Returns:
+        The equation for `torch.einsum`, and a number that multiplies the sum of products.
 
     Raises:
         Exception: One of :data:`NOT_ON_NUMBERS`, for other functions.
@@ -100,4 +83,4 @@ def find_contraction(
     found = torch.einsum(equation, values) * met.factor
     if not is_close(found.reshape(shown), function(values[0], values[1])):
         raise UnlikeError
-    return Contraction(equation, met.factor)
+    return equation, met.factor

@@ -251,11 +251,11 @@ class _Respeller:
         made, own = self._function(region), self.rewriter.shape(start)
         if math.prod(own) > _MOST_ELEMENTS:
             return None
-        found = find_sum(lambda x: made({start: x}), own, shape)
-        factor = found.factor * math.prod(own[axis] for axis in found.axes)
+        axes, factor = find_sum(lambda x: made({start: x}), own, shape)
+        factor *= math.prod(own[axis] for axis in axes)
 
         def put() -> fx.Node:
-            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, found.axes), shape)
+            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, axes), shape)
             return mean if abs(factor - 1) < _ROUNDING else self.rewriter.insert(aten.mul.Tensor, mean, factor)
 
         return put
@@ -273,12 +273,12 @@ class _Respeller:
         if len(of_values) < 2 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
             return None
         made = self._function(region)
-        found = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
+        equation, factor = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
 
         def put() -> fx.Node:
-            total = self.rewriter.insert(aten.einsum.default, found.equation, [one, two])
+            total = self.rewriter.insert(aten.einsum.default, equation, [one, two])
             total = reshaped(self.rewriter, total, shapes[2])
-            return total if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, found.factor)
+            return total if factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, factor)
 
         return put
 
