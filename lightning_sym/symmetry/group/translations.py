@@ -57,9 +57,7 @@ class _Moved(NamedTensors):
         return self.action.moved(tensor, name) if name in self.moving else tensor
 
 
-def carried(
-    space: Translations, element: Tensor, action: Linear, back: Linear, moving: Collection[str], seed: int = 0
-) -> Tensor:
+def carried(space: Translations, element: Tensor, action: Linear, back: Linear, moving: Collection[str]) -> Tensor:
     """Return the shift g n g^-1 for a linear element g.
 
     It is linear in n, and the same for all weights: it is found at generic ones.
@@ -70,7 +68,6 @@ def carried(
         action: The action of g.
         back: The action of its inverse.
         moving: The names of tensors that linear elements move.
-        seed: Seed of the generic weights.
 
     Returns:
         Shape (size,), float64.
@@ -78,7 +75,7 @@ def carried(
     if not bool(element.any()):
         return element
     assert space.parts is not None
-    there = space.generic if not seed else space.at(space.generic_tensors(seed))
+    there = space.generic
     tensors: Mapping[str, Tensor] = _Moved(back, there.tensors, moving)
     action.learn_gains(tensors)
     plain = space.factors.isdisjoint(moving)
@@ -129,9 +126,6 @@ class _Carrier:
         thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
         count = len(values)
         before, after = (own.coefficient(rows) for own in (self.here, self.there))
-        if count == 1:
-            moved = self.action.on_thin(rows.name, before.reshape(1, *thin), rows.axes, 1)
-            return values * (moved.reshape(-1)[0] / after[0])
         inside = torch.zeros(count, len(rows.segments), dtype=torch.float64)
         inside[torch.from_numpy(rows.segments), torch.arange(len(rows.segments))] = before
         moved = self.action.on_thin(rows.name, inside.reshape(count, *thin), rows.axes, 1).reshape(count, -1)
@@ -147,8 +141,6 @@ class _Carrier:
         moved = self.action.on_thin(part.name, self.here.spread_patterns(part), part.kept(), 1).reshape(count, -1)
         rows, solve = _solver(self.there, part, self.there.patterns(part))
         factors = solve(moved[:, torch.from_numpy(rows)].numpy().T.copy())
-        if count == 1:
-            return multiples.reshape(-1) * float(factors[0, 0])
         made = sparse.csr_matrix(factors) @ multiples.reshape(count, -1).numpy()
         return torch.from_numpy(np.ascontiguousarray(made)).reshape(-1)
 

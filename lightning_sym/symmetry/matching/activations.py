@@ -168,18 +168,19 @@ class ActivationMoments:
         """Return the mean products of activations. Shape (size, size), float64."""
         return self._sums[name]["xy"] / self._sums[name]["n"]
 
+    def _moments(self, name: str) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Return the covariances of the units of ``a`` and ``b``, and the mean squares and variances of each."""
+        x, y, xx, yy, xy = (self._sums[name][key] / self._sums[name]["n"] for key in ("x", "y", "xx", "yy", "xy"))
+        return xy - x[:, None] * y[None, :], (xx, xx - x.square()), (yy, yy - y.square())
+
     def correlation(self, name: str) -> Tensor:
         """Return the correlations between the units of ``a`` (rows) and ``b``. Shape (size, size), float64.
 
         The correlation with a unit that is constant up to rounding is 0.
         """
-        sums = self._sums[name]
-        n = sums["n"]
-        mean_x, mean_y = sums["x"] / n, sums["y"] / n
-        centred = sums["xy"] / n - mean_x[:, None] * mean_y[None, :]
-        for square, mean, axis in ((sums["xx"], mean_x, 1), (sums["yy"], mean_y, 0)):
-            variance = square / n - mean.square()
-            scale = torch.where(variance > 1e-12 * (square / n), variance.rsqrt(), 0.0)
+        centred, *units = self._moments(name)
+        for axis, (square, variance) in zip((1, 0), units, strict=True):
+            scale = torch.where(variance > 1e-12 * square, variance.rsqrt(), 0.0)
             centred = centred * scale.unsqueeze(axis)
         return centred
 
@@ -190,12 +191,8 @@ class ActivationMoments:
         """
         total = torch.zeros((), dtype=torch.float64)
         for name in self.mixed[factor, member]:
-            sums = self._sums[name]
-            n = sums["n"]
-            mean_x, mean_y = sums["x"] / n, sums["y"] / n
-            centred = sums["xy"] / n - mean_x[:, None] * mean_y[None, :]
-            sizes = [(sums[key] / n - mean.square()).sum() for key, mean in (("xx", mean_x), ("yy", mean_y))]
-            total = total + (centred / (sizes[0] * sizes[1]).sqrt().clamp_min(1e-300)).double().cpu()
+            centred, (_, one), (_, two) = self._moments(name)
+            total = total + (centred / (one.sum() * two.sum()).sqrt().clamp_min(1e-300)).double().cpu()
         return total
 
 

@@ -33,13 +33,7 @@ class _Placed(NamedTuple):
     variance: int | None
 
 
-class _Frame(NamedTuple):
-    """See :class:`GainedCell`."""
-
-    solve: Ints
-    frame: Ints
-    sign: Ints
-    at_gains: Ints
+_Frame = tuple[Ints, Ints, Ints, Ints]  # `solve`, `frame`, `sign` and `at_gains` of a :class:`GainedCell`
 
 
 def find_gained(
@@ -181,7 +175,7 @@ def _frame(structure: Structure, orbit: int, gains: Sequence[_Placed]) -> _Frame
     common = at_gains[[gain.variance is not None for gain in gains], -1]
     if not common.all() or not (around == around[:1]).all():
         return None
-    return _Frame(solve, whole, around[0], at_gains)
+    return solve, whole, around[0], at_gains
 
 
 def _candidates(scales: Ints) -> Iterator[Ints]:

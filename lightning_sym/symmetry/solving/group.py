@@ -107,7 +107,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
     forms = forms._replace(magnitudes=scales.forms)  # replaces the large original
-    dense = find_dense(constraints, positions, orbits, forms)
+    dense, between = find_dense(constraints, positions, orbits, forms)
     signs = tabulate(orbits.columns, forms.signs, end, modulo_two=True)
     del forms
     copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
@@ -121,7 +121,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     ]
     orbits = orbits._replace(movable=movable)
     solved = _Solved(positions, colour, folded, orbits, blocks, scales, signs, copies, end)
-    structure = _on_parameters(solved, walk.kinds, dense.cells, walk.absorbed)
+    structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
     structure, values = with_half_turns(turned, structure, _on_values(solved, structure), positions)
     del solved
     nothing = np.zeros(0, np.int64)
@@ -129,7 +129,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     rotations, why_not = find_rotations(
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )
-    gained, without = find_gained(structure, dense.gained, walk.gains, walk.batch_norms, known)
+    gained, without = find_gained(structure, between, walk.gains, walk.batch_norms, known)
     structure, values = (
         replace(each, rotations=tuple(rotations), gained=tuple(gained)) for each in (structure, values)
     )

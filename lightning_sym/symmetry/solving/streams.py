@@ -63,19 +63,9 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
     return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
-class Dense(NamedTuple):
-    """Cells of units that only linear operations act on.
-
-    Attributes:
-        cells: Cells that GL(d) acts on.
-        gained: Indices of orbits that batch norms or gains also act on.
-    """
-
-    cells: tuple[Ints, ...]
-    gained: list[int]
-
-
-def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms) -> Dense:
+def find_dense(
+    constraints: Constraints, positions: Positions, orbits: Orbits, forms: Forms
+) -> tuple[tuple[Ints, ...], list[int]]:
     """Find cells of units that only linear operations act on: GL(d) acts on these.
 
     Args:
@@ -83,6 +73,9 @@ def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, f
         positions: The positions of units.
         orbits: The units.
         forms: Scales and signs by position.
+
+    Returns:
+        The cells, and the indices of orbits that batch norms or gains also act on.
     """
     seen = (constraints.restricted, constraints.normed, constraints.centred)
     restricted = positions.marked(*itertools.chain(*seen), *(label.atom for label in positions.grouped.values()))
@@ -102,7 +95,7 @@ def find_dense(constraints: Constraints, positions: Positions, orbits: Orbits, f
         acting = [own_exponents(forms.magnitudes, matrix[own]) for own in members]
         if all(own is not None and (np.abs(own) == 1).all() for own in acting):
             result += [group[own] for own in members]
-    return Dense(tuple(result), between)
+    return tuple(result), between
 
 
 def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tuple[list[Rotation], list[str]]:

@@ -13,13 +13,12 @@ from lightning_sym.symmetry.tracing.contractions import reshaped, stored
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, run_step
+from lightning_sym.symmetry.tracing.running import CLOSE, NOT_ON_NUMBERS, Constants, Step, run_steps
 
 aten = torch.ops.aten
 _MOVES, _CASTS = operations(Trait.MOVE), operations(Trait.CAST)
 _OF_DATA = _MOVES | _CASTS | operations(Trait.ORDER) | {"eq", "ne", "logical_not", "bitwise_not", "mul", "exp", "sub"}
 _MOST = 2**24  # elements of a table of indicators
-_CLOSE = 1e-9
 
 
 def is_data(r: Rewriter, node: fx.Node) -> bool:
@@ -76,7 +75,6 @@ def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
         return None
     logits = weights.args[0]
     for step in reversed(way):
-        assert not isinstance(step.target, str)
         logits = r.insert(step.target, logits, *step.args[1:], **step.kwargs)
     return logits  # type: ignore[no-any-return]
 
@@ -135,15 +133,13 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: f
     if product is not None:
         value = product.args[1]
         values[value] = torch.ones(r.shape(value), dtype=torch.float64)  # type: ignore[index]
-    get = Constants(values)
     try:
-        for step in order:
-            values[step] = run_step(Step.of(step), get)
+        run_steps(map(Step.of, order), values, Constants())
     except NOT_ON_NUMBERS:
         return False
     result = values[node] if product is not None else values[node].sum(axis)
     result = result[~result.isnan()]  # 0 / 0, without terms
-    return bool(len(result)) and bool(((result - 1).abs() <= _CLOSE).all())
+    return bool(len(result)) and bool(((result - 1).abs() <= CLOSE).all())
 
 
 def _sampled(node: fx.Node, numbers: list[int]) -> Tensor:

@@ -25,10 +25,10 @@ aten = torch.ops.aten
 
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
-    product, axes = node.args[0], argument(node, 1, "dim")
+    product: Any = node.args[0]
+    axes = argument(node, 1, "dim")
     if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
         return None
-    assert isinstance(product, fx.Node)
     parts: list[Any] = list(product.args[:2])
     if not all(isinstance(part, fx.Node) for part in parts):
         return None

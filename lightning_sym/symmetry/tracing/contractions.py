@@ -124,16 +124,11 @@ def contract(
         batched: Whether weights of each position or head, which no `linear` contracts, become a factor of `matmul`.
     """
     # If the factors' sizes along an axis differ, the factor of size 1 is constant along it.
-    own = [dict(zip(letters, r.shape(part), strict=False)) for letters, part in ((one, first), (two, second))]
+    own = [dict(zip(letters, r.shape(part), strict=True)) for letters, part in ((one, first), (two, second))]
     gone = [letter for letter in one if letter in two and own[0][letter] != own[1][letter]]
     first, one = without(r, first, one, [letter for letter in gone if own[0][letter] == 1])
     second, two = without(r, second, two, [letter for letter in gone if own[1][letter] == 1])
-    sizes: dict[str, int] = {}
-    for letters, node in ((one, first), (two, second)):
-        if len(letters) != len(r.shape(node)) or len(set(letters)) != len(letters):
-            return None
-        if any(sizes.setdefault(letter, size) != size for letter, size in zip(letters, r.shape(node), strict=True)):
-            return None
+    sizes = dict(zip(one + two, (*r.shape(first), *r.shape(second)), strict=True))
     if {letter for letter in one + two if (letter in one) != (letter in two)} - set(out) or set(out) - set(one + two):
         return None
     if set(one + two) <= set(out):
@@ -282,9 +277,8 @@ def _rows(r: Rewriter, letters: str, factor: fx.Node, free: str) -> tuple[str, s
 
 def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite `matmul`, `mm`, `bmm` and `mv`."""
-    first, second = node.args[:2]
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
-        return None
+    args: Any = node.args
+    first, second = args[:2]
     made = {r.made_of(first), r.made_of(second)}
     rewritten = _with_diagonal(r, first, second)
     if rewritten is not None:
@@ -391,25 +385,11 @@ def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[lis
     return terms, out.replace("...", dots)
 
 
-def _of_one(r: Rewriter, equation: str, value: fx.Node) -> fx.Node | None:
-    """Sum a value over letters absent from the result, and permute the others."""
-    if (found := _letters(r, equation, [value])) is None:
-        return None
-    (term,), out = found
-    gone = [axis for axis, letter in enumerate(term) if letter not in out]
-    value = r.insert(aten.sum.dim_IntList, value, gone) if gone else value
-    kept = [letter for letter in term if letter in out]
-    return permuted(r, value, [kept.index(letter) for letter in out])
-
-
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums of products of two or more values, the first pair first."""
+    """Rewrite sums of products of values, the first pair first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
-    if len(values) == 1:
-        return _of_one(r, equation, values[0])
-    found = _letters(r, equation, values) if len(values) > 1 else None
-    if found is None:
+    if (found := _letters(r, equation, values)) is None:
         return None
     terms, out = found
     for at, term in enumerate(terms):  # letters of a single term are summed first
@@ -418,6 +398,8 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if alone:
             values[at] = r.insert(aten.sum.dim_IntList, values[at], alone)
             terms[at] = "".join(letter for letter in term if letter in rest)
+    if len(values) == 1:
+        return permuted(r, values[0], [terms[0].index(letter) for letter in out])
     (one, two, *others) = terms
     if others:
         later = "".join([out, *others])

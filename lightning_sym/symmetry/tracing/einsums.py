@@ -2,79 +2,60 @@
 
 import string
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.layers import Bilinear, find_meeting, indices
-
-_CLOSE = 1e-9  # maximal relative difference of equal results
-
-
-class Sum(NamedTuple):
-    """A sum over axes, times a number.
-
-    Attributes:
-        axes: The axes.
-        factor: The number.
-    """
-
-    axes: list[int]
-    factor: float
+from lightning_sym.symmetry.tracing.running import UnlikeError, is_close
 
 
-class Contraction(NamedTuple):
-    """A sum of products, times a number.
-
-    Attributes:
-        equation: The equation for `torch.einsum`.
-        factor: The number.
-    """
-
-    equation: str
-    factor: float
-
-
-def _is_close(one: Tensor, two: Tensor) -> bool:
-    return float((one - two).abs().max()) <= _CLOSE * float(two.abs().max())
-
-
-def find_sum(function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown: tuple[int, ...]) -> Sum | None:
-    """Find the summed axes of a function; None if it is no sum over whole axes.
+def find_sum(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], shown: tuple[int, ...]
+) -> tuple[list[int], float]:
+    """Find the summed axes of a function.
 
     Args:
         function: Maps a value of the first shape to one of the second.
         shape: The first shape.
         shown: The second shape: the remaining axes in order, perhaps with axes of size 1.
+
+    Returns:
+        The axes, and a number that multiplies the sum.
+
+    Raises:
+        Exception: One of :data:`NOT_ON_NUMBERS`, if it is no sum over whole axes.
     """
     place = tuple(size // 2 for size in shown)
     met = find_meeting(lambda one, value: one * function(value), (1,) * len(shown), shape, place)
-    if met is None or not met.summed:
-        return None
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     axes = sorted(met.summed)
     total = value.sum(axes) * met.factor
-    found, expected = total.reshape(-1), function(value).reshape(-1)
-    alike = found.shape == expected.shape and [n for n in total.shape if n > 1] == [n for n in shown if n > 1]
-    return Sum(axes, met.factor) if alike and _is_close(found, expected) else None
+    alike = axes and [n for n in total.shape if n > 1] == [n for n in shown if n > 1]
+    if not alike or not is_close(total.reshape(-1), function(value).reshape(-1)):
+        raise UnlikeError
+    return axes, met.factor
 
 
 def find_contraction(
     function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], shown: tuple[int, ...]
-) -> Contraction | None:
-    """Find the summed axes of a function that adds products of two values; None for other functions.
+) -> tuple[str, float]:
+    """Find the summed axes of a function that adds products of two values.
 
     Args:
         function: Bilinear.
         first: The shape of its first argument.
         second: The shape of its second argument.
         shown: The shape of its result.
+
+    Returns:
+        The equation for `torch.einsum`, and a number that multiplies the sum of products.
+
+    Raises:
+        Exception: One of :data:`NOT_ON_NUMBERS`, for other functions.
     """
     centre = tuple(size // 2 for size in shown)
     met = find_meeting(function, first, second, centre)
-    if met is None or max(len(first), len(second), len(shown)) > 8:
-        return None
     letters = iter(string.ascii_letters)
     one: list[str | None] = [None] * len(first)
     two: list[str | None] = [None] * len(second)
@@ -83,39 +64,23 @@ def find_contraction(
         line = met.met[tuple(slice(None) if axis == at else place for at, place in enumerate(met.one))]
         steps = indices(line - 1, first).diff(dim=0)
         (moving,) = steps[0].nonzero().T
-        if (
-            len(moving) != 1
-            or len(line) != first[int(moving)]
-            or bool((steps != steps[0]).any())
-            or int(steps.sum()) < 1
-        ):
-            return None
         one[int(moving)] = two[axis] = next(letters)
     for axis, size in enumerate(shown):
         if size == 1:
             continue
         other = tuple(place - (axis == at) for at, place in enumerate(centre))
         beside = find_meeting(function, first, second, other)
-        if beside is None or beside.summed != met.summed:
-            return None
         starts = (indices(each.met[each.one][None] - 1, first)[0] for each in (met, beside))
         moves = (next(starts) - next(starts), torch.tensor(met.one) - torch.tensor(beside.one))
-        for names, move, sizes in ((one, moves[0], first), (two, moves[1], second)):
+        for names, move in ((one, moves[0]), (two, moves[1])):
             for at in move.nonzero().ravel().tolist():
-                if int(move[at]) != 1 or names[at] is not None or sizes[at] != size:
-                    return None
                 names[at] = out[axis]
     given = [[name or next(letters) for name in names] for names in (one, two)]
-    if any(
-        name is None and size > 1
-        for names, sizes in ((one, first), (two, second))
-        for name, size in zip(names, sizes, strict=True)
-    ):
-        return None
     read = {*given[0], *given[1]}
     equation = f"{''.join(given[0])},{''.join(given[1])}->{''.join(name for name in out if name in read)}"
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (first, second)]
     found = torch.einsum(equation, values) * met.factor
-    expected = function(values[0], values[1])
-    return Contraction(equation, met.factor) if _is_close(found.reshape(shown), expected) else None
+    if not is_close(found.reshape(shown), function(values[0], values[1])):
+        raise UnlikeError
+    return equation, met.factor

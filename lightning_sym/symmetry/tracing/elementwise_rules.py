@@ -414,10 +414,8 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
                 if part is not None:
                     trace.fix(value.with_labels(part), "joined with a tensor on which nothing acts")
             continue
-        joined = parts[0]
-        assert joined is not None
-        for part in parts[1:]:
-            assert part is not None
+        joined, *rest = (part for part in parts if part is not None)
+        for part in rest:
             scale = joined.scale
             joined = trace.constraints.same_units(joined, part)
             trace.constraints.equate([(scale, 1.0), (part.scale, -1.0)])

@@ -20,9 +20,9 @@ _OF_TWO = {"max": aten.maximum.default, "min": aten.minimum.default}
 
 def chosen_value(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the values of `max`, `min` and `aminmax` along an axis, and of `topk` with `k=1`."""
+    both: Any
     both, item = node.args
     name = r.name(both)
-    assert isinstance(both, fx.Node)
     if name in operations(Trait.MAX_POOL):
         return pooled(r, node, both) if item == 0 else None
     if name == "aminmax":
@@ -77,12 +77,12 @@ def of_parts(name: str) -> Rewrite:
 
 def larger(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the choice of the larger or smaller of two values."""
-    condition, *values = node.args[:3]
+    args: Any = node.args
+    condition, *values = args[:3]
     name = r.name(condition)
     if name not in ("gt", "ge", "lt", "le") or len(values) < 2 or not all(isinstance(own, fx.Node) for own in values):
         return None
-    assert isinstance(condition, fx.Node)
-    given, kinds = list(condition.args), {own.meta["val"].dtype for own in values}  # type: ignore[union-attr]
+    given, kinds = list(condition.args), {own.meta["val"].dtype for own in values}
     if given not in (values, values[::-1]) or values[0] is values[1] or len(kinds) > 1:
         return None
     return r.insert(_OF_TWO["max" if (given == values) == (name in ("gt", "ge")) else "min"], *values)
@@ -125,15 +125,13 @@ def _each(given: Any, count: int) -> list[int]:
 
 def log_of_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the logarithm of a sum or mean of exponentials."""
-    total = node.args[0]
+    total: Any = node.args[0]
     name = r.name(total)
     if name not in ("sum", "mean") or not r.only_for(total, node):
         return None
-    assert isinstance(total, fx.Node)
     inner = total.args[0]
     if r.name(inner) != "exp" or not r.only_for(inner, total) or total.kwargs.get("dtype") is not None:
         return None
-    assert isinstance(inner, fx.Node)
     axes = sorted(reduced(total, len(r.shape(inner))))
     result = r.insert(aten.logsumexp.default, inner.args[0], axes, bool(argument(total, 2, "keepdim", False)))
     if name == "sum":

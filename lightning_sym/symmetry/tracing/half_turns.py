@@ -45,8 +45,8 @@ class _Sum(NamedTuple):
 @register_rule(*(f"aten::{name}" for name in _PERIODIC))
 def _periodic(trace: Trace, value: Value) -> Value:
     """Allow permutations and signs; half a period in a bias flips the output."""
-    assert isinstance(trace.node.target, torch._ops.OpOverload)
-    passed: Value = pointwise(out_of_place(trace.node.target), trace, value)
+    target: Any = trace.node.target
+    passed: Value = pointwise(out_of_place(target), trace, value)
     chain = _back(trace, trace.node.args[0]) or []
     start = _sum_at(trace, chain[0][0]) if chain else None
     if start is None:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.running import UnlikeError, is_close
+
 aten = torch.ops.aten
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 Insert = Callable[..., Any]
-_CLOSE = 1e-9  # maximal relative difference of equal results
 
 
 class Part(NamedTuple):
@@ -174,24 +175,25 @@ def run(target: Any, *args: Any) -> Any:
     return target(*args)
 
 
-def find_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer | None:
+def find_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
     """Find the linear layer or convolution that a function of a value and a weight computes.
+
+    The search proposes a layer from few results. Random numbers then decide, so that the search needs no checks of its
+    own: a wrong proposal gives other results, or its shapes do not fit.
 
     Args:
         function: Linear in both arguments.
         shapes: The shapes of the value, the weight and the result.
 
-    Returns:
-        The layer; None for other functions, and for grouped layers.
+    Raises:
+        Exception: One of :data:`NOT_ON_NUMBERS`, for other functions and for grouped layers.
     """
     found = _Search(function, shapes).layer()
-    if found is None:
-        return None
     generator = torch.Generator().manual_seed(0)
     value, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes[:2])
-    wanted = function(value, weight)
-    error = float((found.put(run, value, weight) - wanted).abs().max())
-    return found if error <= _CLOSE * float(wanted.abs().max()) else None
+    if not is_close(found.put(run, value, weight), function(value, weight)):
+        raise UnlikeError
+    return found
 
 
 class Meeting(NamedTuple):
@@ -212,8 +214,8 @@ class Meeting(NamedTuple):
 
 def find_meeting(
     function: Bilinear, first: tuple[int, ...], second: tuple[int, ...], place: tuple[int, ...]
-) -> Meeting | None:
-    """Find the products summed in one element of the result; None if the sum does not cover whole axes.
+) -> Meeting:
+    """Find the products summed in one element of the result, if the sum covers whole axes.
 
     Args:
         function: Bilinear.
@@ -228,20 +230,11 @@ def find_meeting(
             for value in (torch.ones(first, dtype=torch.float64), numbers(first))
         )
     seen = ones.nonzero()
-    if not len(seen):
-        return None
     factor = float(ones[tuple(seen[0])])
-    met = found / factor
-    uneven = bool((ones[ones != 0] / factor - 1).abs().max() > _CLOSE)
-    if uneven or bool((met - met.round()).abs().max() > 1e-6):
-        return None
     places = [column.unique() for column in seen.T]
-    if math.prod(len(own) for own in places) != len(seen):
-        return None
     summed = {axis for axis, size in enumerate(second) if 1 < size == len(places[axis])}
-    if any(len(own) > 1 for axis, own in enumerate(places) if axis not in summed):
-        return None
-    return Meeting(tuple(int(own[len(own) // 2]) for own in places), summed, met.round().long(), factor)
+    met = (found / factor).round().long()
+    return Meeting(tuple(int(own[len(own) // 2]) for own in places), summed, met, factor)
 
 
 class _Search:
@@ -252,24 +245,18 @@ class _Search:
         self.value, self.weight, self.shown = shapes
         self.centre = tuple(size // 2 for size in self.shown)
 
-    def layer(self) -> Layer | None:
-        """Return the layer that the axes suggest; None if they fit no layer."""
+    def layer(self) -> Layer:
+        """Return the layer that the axes suggest."""
         met = find_meeting(self.function, self.value, self.weight, self.centre)
-        if met is None:
-            return None
         one, self.of_weight, met_at, self.factor = met
         kernel: list[list[Part]] = []
         for axis, size in enumerate(self.weight):
             line = met_at[tuple(slice(None) if axis == at else place for at, place in enumerate(one))]
-            parts = _parts(indices(line - 1, self.value)) if axis in self.of_weight else [Part(size, -1, 0)]
-            if parts is None:
-                return None
-            kernel.append(parts)
+            kernel.append(_parts(indices(line - 1, self.value)) if axis in self.of_weight else [Part(size, -1, 0)])
         first = tuple(int(place) for place in indices(met_at[one][None] - 1, self.value)[0])
-        results = self._result_parts(one, first)
-        return None if results is None else self._assembled(one, first, kernel, results)
+        return self._assembled(one, first, kernel, self._result_parts(one, first))
 
-    def _result_parts(self, one: tuple[int, ...], first: tuple[int, ...]) -> list[tuple[bool, list[Part]]] | None:
+    def _result_parts(self, one: tuple[int, ...], first: tuple[int, ...]) -> list[tuple[bool, list[Part]]]:
         """Return for each axis of the result whether it runs along the weight, and its parts."""
         with torch.no_grad():
             of_value = self.function(numbers(self.value), _single(self.weight, one)) / self.factor
@@ -279,20 +266,16 @@ class _Search:
             line = tuple(slice(None) if axis == at else place for at, place in enumerate(self.centre))
             seen = of_value[line].round().long()
             valid = (seen != 0).nonzero().ravel()
+            along = len(valid) == 1 < size
             if size == 1:
-                parts: list[Part] | None = []
-                along = False
-            elif along := len(valid) == 1:
-                own = of_weight[line].round().long()
-                parts = _parts(indices(own - 1, self.weight)) if bool((own != 0).all()) else None
+                parts: list[Part] = []
+            elif along:
+                parts = _parts(indices(of_weight[line].round().long() - 1, self.weight))
             elif len(valid) == size:
                 parts = _parts(indices(seen - 1, self.value))
             else:  # positions beyond the ends are padding
-                inner = indices(seen[valid] - 1, self.value)
-                parts = _parts(inner) if bool((valid.diff() == 1).all()) else None
-                parts = [parts[0]._replace(size=size)] if parts is not None and len(parts) == 1 else None
-            if parts is None:
-                return None
+                (part,) = _parts(indices(seen[valid] - 1, self.value))
+                parts = [part._replace(size=size)]
             results.append((along, parts))
         return results
 
@@ -302,7 +285,7 @@ class _Search:
         first: tuple[int, ...],
         kernel: list[list[Part]],
         results: list[tuple[bool, list[Part]]],
-    ) -> Layer | None:
+    ) -> Layer:
         split: list[int] = []
         out: list[int] = []
         summed: dict[int, list[tuple[int, Part, int]]] = {}  # by the value's axis: part index, part, position
@@ -322,8 +305,6 @@ class _Search:
                     units.setdefault(part.axis, []).append((axis, at, part))
                 else:
                     moved.setdefault(part.axis, []).append((axis, at, part, place))
-        if any(len(own) > 1 for own in summed.values()) or any(len(own) > 1 for own in moved.values()):
-            return None
         batch, batches, found = [], [], []
         whole = sorted((own[0][0], axis) for axis, own in summed.items() if axis not in moved)
         channels = whole[:1]
@@ -337,36 +318,21 @@ class _Search:
                     batch.append(axis)
                     batches.append((row, at, part.size))
                     continue
-                if part.step < 1:
-                    return None
                 window = Window(axis, own.size, part.step, abs(own.step), start, part.size, own.step < 0)
                 found.append((number, window, [(row, at, part.size)]))
-            elif axis in summed:
-                number, own, _ = summed[axis][0]
-                if (own.size, own.step) != (size, 1):
-                    return None  # a slice, or reversed
-                if (number, axis) in whole[1:]:  # a window over the whole axis
-                    found.append((number, Window(axis, size, 1, 1, 0, 1, False), []))
-            elif size > 1:
-                return None
+            elif axis in summed and (summed[axis][0][0], axis) in whole[1:]:  # a window over the whole axis
+                found.append((summed[axis][0][0], Window(axis, size, 1, 1, 0, 1, False), []))
         outs = []
         for axis in range(len(self.weight)):
-            own_units = sorted(units.get(axis, []), key=lambda unit: -unit[2].step)
-            expected = self.weight[axis]
-            for row, at, unit in own_units:
-                expected //= unit.size
-                if unit.step != expected:
-                    return None
+            for row, at, unit in sorted(units.get(axis, []), key=lambda unit: -unit[2].step):
                 outs.append((row, at, unit.size))
-            if axis not in self.of_weight and expected != 1:
-                return None
         found.sort(key=lambda each: each[0])  # in the order of the weight, which then needs no permutation
         windows = tuple(window for _, window, _ in found)
         kernels = [number for number, _, _ in found if number >= 0]
         seen = [part for _, _, parts in found for part in parts]
         cut = any(sum(part.size > 1 for part in parts) > 1 for parts in kernel)
-        if len(windows) > 3 or cut or sum(split[at] > 1 for at in out) > 1:  # parameters keep their axes
-            return None
+        if cut or sum(split[at] > 1 for at in out) > 1:  # parameters keep their axes
+            raise UnlikeError
         made = [*batches, *outs, *seen]
         return Layer(
             (self.value, self.weight, self.shown), tuple(batch), tuple(axis for _, axis in sorted(channels)),
@@ -391,24 +357,24 @@ def indices(numbers: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack(torch.unravel_index(numbers, shape), -1) if shape else torch.zeros(len(numbers), 0).long()
 
 
-def _parts(places: Tensor) -> list[Part] | None:
-    """Factor an axis into parts in row-major order, each along one other axis; None if impossible.
+def _parts(places: Tensor) -> list[Part]:
+    """Factor an axis into parts in row-major order, each along one other axis.
 
     Args:
         places: The element index at each position. Shape (positions, axes).
+
+    Raises:
+        UnlikeError: If this is impossible.
     """
     if len(places) == 1:
         return []
     steps = places.diff(dim=0)
     moving = steps[0].nonzero().ravel()
     size = 1 + int((steps == steps[0]).all(1).long().cumprod(0).sum())
-    if len(moving) != 1 or len(places) % size:
-        return None
+    if len(moving) != 1:
+        raise UnlikeError
     own = Part(size, int(moving[0]), int(steps[0, moving[0]]))
-    outer = places[::size]
-    inner = torch.arange(size)[:, None] * steps[0]
-    rest = _parts(outer) if torch.equal(places, (outer[:, None] + inner).flatten(0, 1)) else None
-    return None if rest is None else [*rest, own]
+    return [*_parts(places[::size]), own]
 
 
 def _split(place: int, parts: Sequence[Part]) -> list[int]:

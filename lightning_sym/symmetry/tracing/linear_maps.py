@@ -19,7 +19,7 @@ from lightning_sym.symmetry.tracing.layers import Layer, find_layer
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.planes import Planes, find_planes
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
-from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, is_plain_operation, run_step
+from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, Step, is_plain_operation, run_steps
 
 aten = torch.ops.aten
 FoundT = TypeVar("FoundT")
@@ -208,8 +208,8 @@ class _Respeller:
         made = self._function(region)
         rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
         layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
-        if layer is None or not biases:
-            return None if layer is None else (layer, weight, None)
+        if not biases:
+            return layer, weight, None
         numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
         ones = torch.ones(shapes[1], dtype=torch.float64)
         added = made({start: torch.zeros(shapes[0], dtype=torch.float64), weight: ones, biases[0]: numbers})
@@ -221,12 +221,7 @@ class _Respeller:
 
         def made(numbers: dict[fx.Node, Tensor]) -> Tensor:
             values: dict[fx.Node, Any] = dict(numbers)
-
-            def get(node: fx.Node) -> Any:
-                return values[node] if node in values else self.constants(node)
-
-            for step in steps:
-                values[step.node] = run_step(step, get)
+            run_steps(steps, values, self.constants)
             result: Tensor = values[region.end]
             return result
 
@@ -256,12 +251,11 @@ class _Respeller:
         made, own = self._function(region), self.rewriter.shape(start)
         if math.prod(own) > _MOST_ELEMENTS:
             return None
-        if (found := find_sum(lambda x: made({start: x}), own, shape)) is None:
-            return None
-        factor = found.factor * math.prod(own[axis] for axis in found.axes)
+        axes, factor = find_sum(lambda x: made({start: x}), own, shape)
+        factor *= math.prod(own[axis] for axis in axes)
 
         def put() -> fx.Node:
-            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, found.axes), shape)
+            mean = reshaped(self.rewriter, self.rewriter.insert(aten.mean.dim, start, axes), shape)
             return mean if abs(factor - 1) < _ROUNDING else self.rewriter.insert(aten.mul.Tensor, mean, factor)
 
         return put
@@ -279,13 +273,12 @@ class _Respeller:
         if len(of_values) < 2 or max(map(math.prod, shapes)) > _MOST_ELEMENTS:
             return None
         made = self._function(region)
-        if (found := find_contraction(lambda x, y: made({one: x, two: y}), *shapes)) is None:
-            return None
+        equation, factor = find_contraction(lambda x, y: made({one: x, two: y}), *shapes)
 
         def put() -> fx.Node:
-            total = self.rewriter.insert(aten.einsum.default, found.equation, [one, two])
+            total = self.rewriter.insert(aten.einsum.default, equation, [one, two])
             total = reshaped(self.rewriter, total, shapes[2])
-            return total if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, found.factor)
+            return total if factor == 1 else self.rewriter.insert(aten.mul.Tensor, total, factor)
 
         return put
 

@@ -27,7 +27,6 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
             kind, sizes = node.meta["val"].dtype, r.shape(mask)
             filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
-            assert not isinstance(node.target, str)
             filled = r.insert(node.target, filled, mask, number)
             return r.insert(aten.expand.default, filled, list(r.shape(node)))
         inverted = False
@@ -43,9 +42,7 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     if r.shape(value) != r.shape(node) or value.meta["val"].dtype != node.meta["val"].dtype:
         return None
-    if r.made_of(value) != "inputs" or (r.name(node) == "where" and inverted and not isinstance(value, fx.Node)):
-        return None
-    if not _leads_to_softmax(r, node, low):
+    if r.made_of(value) != "inputs" or not _leads_to_softmax(r, node, low):
         return None
     kind = value.meta["val"].dtype
     zeros = r.insert(aten.full.default, list(r.shape(mask)), 0.0, dtype=kind)
@@ -113,11 +110,11 @@ def of_softmax(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a product with a binary mask, plus low numbers at the zeros of the mask, as a sum with these numbers."""
-    for product, added in (node.args[:2], node.args[1::-1]):
+    args: Any = node.args
+    for product, added in (args[:2], args[1::-1]):
         low = r.constant(added) if isinstance(added, fx.Node) else None
         if low is None or r.name(product) != "mul" or not r.only_for(product, node) or not bool((low <= _LOW).any()):
             continue
-        assert isinstance(product, fx.Node)
         for value, mask in (product.args[:2], product.args[1::-1]):
             known = r.constant(mask) if isinstance(mask, fx.Node) else None
             if known is None or not isinstance(value, fx.Node) or r.shape(value) != r.shape(node):

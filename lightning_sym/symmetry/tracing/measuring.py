@@ -6,12 +6,13 @@ See docs/theory/tracing.md, 3.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-_CLOSE = 1e-9  # relative rounding error of a region in float64
+from lightning_sym.symmetry.tracing.running import CLOSE, is_close
+
 _SMALL, _LARGE = 1e-4, 1e3  # factors that determine eps and the norm's own factor
 
 Kind = Literal["layer", "rms", "softmax", "log_softmax"]
@@ -59,7 +60,7 @@ def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Me
     hidden = result == 0
     if bool(hidden.any()):
         low = numbers.masked_fill(hidden, -math.inf)
-        axis = next((axis for axis in range(len(shape)) if _close(result, low.softmax(axis))), None)
+        axis = next((axis for axis in range(len(shape)) if is_close(result, low.softmax(axis))), None)
         return None if axis is None else Measured("softmax", (axis,), masked=True)
     found = _seen_by_one(function, numbers, result)
     if found is None:
@@ -69,9 +70,9 @@ def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Me
         for kind in ("softmax", "log_softmax"):
             expected = getattr(torch, kind)(numbers, axes[0])
             factor = float(result.flatten()[0] / expected.flatten()[0])
-            if kind == "log_softmax" and abs(factor - 1) > _CLOSE:
+            if kind == "log_softmax" and abs(factor - 1) > CLOSE:
                 continue
-            if _close(result, factor * expected):
+            if is_close(result, factor * expected):
                 return Measured(kind, axes, factor=_rounded(factor))  # type: ignore[arg-type]
     return _norm(function, numbers, result, axes, split, generator)
 
@@ -82,7 +83,7 @@ def _seen_by_one(
     """Return the axes, entire or in blocks, along which the first element affects the result; None if irregular."""
     other = numbers.clone()
     other[(0,) * numbers.ndim] += 1.0
-    changed = (function(other) - result).abs() > _CLOSE * float(result.abs().max())
+    changed = (function(other) - result).abs() > CLOSE * float(result.abs().max())
     axes: list[int] = []
     splits: list[tuple[int, int]] = []
     for axis, size in enumerate(numbers.shape):
@@ -127,7 +128,7 @@ def _norm(
         value = value - value.mean(-1, keepdim=True) if centred else value
         square = value.square().mean(-1)
         factor = (own * value).mean(-1) / square
-        return (square, factor) if _close(own, factor[:, None] * value) else None
+        return (square, factor) if is_close(own, factor[:, None] * value) else None
 
     for centred in (True, False):
         if (found := ratio(numbers, result, centred)) is None:
@@ -144,7 +145,7 @@ def _norm(
             eps = float((flat.square() * (large + eps) / steep.square() - small)[0])
         for own in (0.0, float(f"{eps:.3g}"), eps):
             times = float((factor * (square + own).sqrt())[0])
-            if own >= 0 and all(_close(each, times * (squares + own).rsqrt()) for squares, each in samples):
+            if own >= 0 and all(is_close(each, times * (squares + own).rsqrt()) for squares, each in samples):
                 return Measured(kind, axes, split, _rounded(times), own)
         # Other functions of the size: equal for other values of this size, and no power of it.
         other = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -154,33 +155,15 @@ def _norm(
         powers = (factor / steep).abs().log() / math.log(1 / _SMALL), (flat / factor).abs().log() / math.log(_LARGE)
         if bool((powers[0] - powers[1]).abs().max() < 1e-6):
             return None
-        if not _is_function_of(function, numbers, other, ratio, centred):
-            return None
+        # Rescale one group of the other numbers at a time to the size of the first group.
+        for place in range(min(len(further[0]), 3)):
+            scale = float((square[0] / further[0][place]).sqrt())
+            again = ratio(other * scale, function(other * scale), centred)
+            if again is None or abs(float(again[1][place] / factor[0]) - 1) > CLOSE:
+                return None
         return Measured(kind, axes, split, 1.0, 1e-5, exact=False)
     return None
 
 
-def _is_function_of(function: Any, numbers: Tensor, other: Tensor, ratio: Any, centred: bool) -> bool:
-    """Whether the factor of a group depends only on the group's size."""
-    own = ratio(numbers, function(numbers), centred)
-    low, high = 1e-2, 1e2
-    square = ratio(other, function(other), centred)
-    if own is None or square is None:
-        return False
-    # Rescale one group of the other numbers at a time to the size of the first group.
-    for place in range(min(len(square[0]), 3)):
-        scale = float((own[0][0] / square[0][place]).sqrt())
-        if not low < scale < high:
-            continue
-        again = ratio(other * scale, function(other * scale), centred)
-        if again is None or abs(float(again[1][place] / own[1][0]) - 1) > _CLOSE:
-            return False
-    return True
-
-
-def _close(one: Tensor, two: Tensor) -> bool:
-    return bool((one - two).abs().max() <= _CLOSE * two.abs().max())
-
-
 def _rounded(factor: float) -> float:
-    return 1.0 if abs(factor - 1) < _CLOSE else factor
+    return 1.0 if abs(factor - 1) < CLOSE else factor

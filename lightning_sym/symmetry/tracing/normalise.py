@@ -121,12 +121,10 @@ def _stack(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _stacked(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Return the stack that a reduction combines, or the concatenation of values of size 1."""
-    stack = node.args[0] if node.args else None
+    stack: Any = node.args[0] if node.args else None
     if r.name(node) not in _FOLDS or r.name(stack) not in ("stack", "cat") or not r.only_for(stack, node):
         return None
-    assert isinstance(stack, fx.Node)
-    values: Any = stack.args[0]
-    axis = argument(stack, 1, "dim", 0) % len(r.shape(stack))
+    values, axis = stack.args[0], argument(stack, 1, "dim", 0) % len(r.shape(stack))
     if r.name(stack) == "cat" and any(r.shape(value)[axis] != 1 for value in values):
         return None
     alone = len(node.args) > 1 and not node.kwargs and reduced(node, len(r.shape(stack))) == {axis}
@@ -153,10 +151,9 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of a value that is masked to zero, by a mask of fewer axes, as a product with the mask."""
-    value = node.args[0]
+    value: Any = node.args[0]
     if r.name(value) not in ("masked_fill", "where") or not r.only_for(value, node) or node.kwargs:
         return None
-    assert isinstance(value, fx.Node)
     shown, mask, number = value.args[:3]
     if r.name(value) == "where":
         mask, shown = shown, mask
@@ -171,17 +168,18 @@ def _hidden_in_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite one of several results, such as those of `var_mean`."""
+    both: Any
+    item: Any
     both, item = node.args
     if r.name(both) == "embedding_bag" and item == 0:
-        return _bag(r, both)  # type: ignore[arg-type]
+        return _bag(r, both)
     if r.name(both) in CHOICES:
         return chosen_value(r, node)
     if r.name(both) == "broadcast_tensors":
-        return r.insert(aten.expand.default, both.args[0][item], list(r.shape(node)))  # type: ignore[union-attr, index]
+        return r.insert(aten.expand.default, both.args[0][item], list(r.shape(node)))
     if r.name(both) not in ("var_mean", "std_mean"):
         return None
-    assert isinstance(both, fx.Node)
-    overload = both.target._overloadname  # type: ignore[union-attr]
+    overload = both.target._overloadname
     axes, keep = argument(both, 1, "dim"), argument(both, 3, "keepdim", False)
     if overload == "correction":
         keep = both.kwargs.get("keepdim", False)
@@ -358,11 +356,10 @@ def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite rows of a weight matrix, gathered at input integers, as an embedding."""
     if (repeated := _repeated_at(r, node)) is not None:
         return repeated
-    table, axis, place = node.args[:3]
+    args: Any = node.args
+    table, axis, place = args[:3]
     if r.made_of(table) != "weights" or not isinstance(place, fx.Node) or not _of_integers(r, place):
         return None
-    assert isinstance(table, fx.Node)
-    assert isinstance(axis, int)
     steps, of_places, axis = table.meta["val"].stride(), place.meta["val"].stride(), axis % len(r.shape(table))
     wide = [at for at, size in enumerate(r.shape(table)) if at != axis and size > 1 and steps[at]]
     if len(wide) != 1 or of_places[wide[0]] or r.shape(place)[wide[0]] != r.shape(table)[wide[0]]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.rules import register_rule
+from lightning_sym.symmetry.tracing.running import is_close
 from lightning_sym.symmetry.tracing.values import Value
 from lightning_sym.symmetry.tracing.vocabulary import Trace
 
-_CLOSE = 1e-9  # relative difference between a function and the planes that were found
 _ROUNDING = 1e-12  # relative difference between equal entries of a table
 
 
@@ -101,7 +101,7 @@ def find_planes(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) ->
         found = None if partner is None else _planes(function, axis, partner, shape)
         if partner is not None and found is not None:
             made = found.own * value + found.other * value.index_select(axis, partner)
-            if float((made - expected).abs().max()) <= _CLOSE * float(expected.abs().max()):
+            if is_close(made, expected):
                 return found
     return None
 

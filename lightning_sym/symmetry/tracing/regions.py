@@ -24,6 +24,7 @@ from lightning_sym.symmetry.tracing.running import (
     is_plain_operation,
     moved_by,
     run_step,
+    run_steps,
 )
 
 aten = torch.ops.aten
@@ -248,15 +249,12 @@ class _Recogniser:
     def _run(self, region: _Region, start: fx.Node, steps: Sequence[Step], numbers: Tensor) -> Tensor:
         """Run a region in float64, without its gains."""
         values: dict[fx.Node, Any] = {start: numbers.clone()}
-
-        def get(node: fx.Node) -> Any:
-            return values[node] if node in values else self.constants(node)
-
-        for step in steps:
-            values[step.node] = run_step(step, get)
+        run_steps(steps, values, self.constants)
         result = torch.ones((), dtype=torch.float64)
         for factor, power in region.factors:
-            part = get(factor) if isinstance(factor, fx.Node) else factor
+            part: Any = factor
+            if isinstance(factor, fx.Node):
+                part = values[factor] if factor in values else self.constants(factor)
             result = result * part if power == 1 else result / part
         return result.expand(region.shape)
 

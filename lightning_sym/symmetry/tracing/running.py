@@ -1,6 +1,6 @@
 """Run parts of a captured network on numbers in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing.nodes import value_of
 
 aten = torch.ops.aten
+CLOSE = 1e-9  # relative rounding error of a region in float64
 
 
 class Step(NamedTuple):
@@ -30,8 +31,17 @@ class UnknownError(Exception):
     """A constant without a value."""
 
 
-# Raised by operations that cannot run on numbers alone.
+class UnlikeError(ValueError):
+    """A region that computes another function than the one proposed."""
+
+
+# Raised by operations that cannot run on numbers alone, and by proposals of functions that do not fit.
 NOT_ON_NUMBERS = (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError, KeyError, UnknownError)
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results in float64 are equal up to rounding."""
+    return bool((found - expected).abs().max() <= CLOSE * expected.abs().max())
 
 
 class Constants:
@@ -80,6 +90,18 @@ def run_step(step: Step, get: Callable[[fx.Node], Any]) -> Any:
         kwargs = {**kwargs, "dtype": torch.float64}
     function = aten.reshape.default if step.target is aten.view.default else step.target
     return function(*args, **kwargs)
+
+
+def run_steps(steps: Iterable[Step], values: dict[fx.Node, Any], constants: Constants) -> None:
+    """Run operations on the values of earlier ones, and add their results to these.
+
+    Args:
+        steps: The operations, in order.
+        values: Values of the region's inputs and weights.
+        constants: Values of all other nodes.
+    """
+    for step in steps:
+        values[step.node] = run_step(step, lambda node: values[node] if node in values else constants(node))
 
 
 def moved_by(step: Step, tensor: Tensor) -> Any:

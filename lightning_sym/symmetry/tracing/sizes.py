@@ -31,6 +31,6 @@ def growing_inputs(
     }
 
 
-def lengths_of(inputs: Sequence[fx.Node], features: Mapping[fx.Node, Collection[int]] | None = None) -> set[int]:
-    """Return the sizes of the inputs' axes that may vary; arguments as in `growing_inputs`."""
-    return {node.meta["val"].shape[axis] for node, axes in growing_inputs(inputs, features).items() for axis in axes}
+def lengths_of(inputs: Sequence[fx.Node]) -> set[int]:
+    """Return the sizes of the inputs' axes that may vary."""
+    return {node.meta["val"].shape[axis] for node, axes in growing_inputs(inputs).items() for axis in axes}

@@ -143,10 +143,10 @@ def _with_bias(r: Rewriter, layer: Term, bias: fx.Node) -> fx.Node | None:
 
 def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a layer with a weight scaled by a vector: the vector scales its outputs or inputs instead."""
-    weight, name = node.args[1], r.name(node)
+    weight: Any = node.args[1]
+    name = r.name(node)
     if r.name(weight) != "mul" or not r.only_for(weight, node) or "transpose" in name or argument(node, 6, "", 1) != 1:
         return None
-    assert isinstance(weight, fx.Node)
     for matrix, gain in _factors(weight):
         own, sizes = r.shape(matrix), r.shape(gain)
         if shown(r, matrix)[0] not in r.capture.states or own != r.shape(weight) or r.made_of(gain) != "weights":

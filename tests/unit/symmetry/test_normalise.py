@@ -208,6 +208,73 @@ def test_linear_layers_agree_however_they_are_written():
     assert same_for_all(networks, torch.randn(2, 3, 5, dtype=torch.float64)) == {}
 
 
+def centred(h):
+    return h - h.mean(-1, keepdim=True)
+
+
+def experts(products):
+    """Two layers per expert, with all experts' weights in two parameters, weighted by a softmax."""
+    parts = {
+        "first": nn.Linear(5, 4),
+        "w": nn.Parameter(torch.randn(3, 6, 4)),
+        "v": nn.Parameter(torch.randn(3, 4, 6)),
+        "gate": nn.Linear(4, 3),
+    }
+    return lambda: Program(lambda s, x: products(s, h := s.first(x), s.gate(h).softmax(-1)), parts)
+
+
+def read_twice(norm):
+    parts = {"first": nn.Linear(5, 6), "one": nn.Linear(6, 2), "two": nn.Linear(6, 2)}
+    return lambda: Program(lambda s, x: s.one(norm(h := s.first(x))) + s.two(h), parts)
+
+
+def in_parts(product):
+    parts = {
+        "a": nn.Linear(5, 4),
+        "b": nn.Linear(5, 4),
+        "w": nn.Parameter(torch.randn(4, 4)),
+        "last": nn.Linear(4, 2),
+    }
+    return lambda: Program(lambda s, x: s.last(product(s.a(x), s.b(x), s.w)), parts)
+
+
+def hidden(softmax):
+    """Attention among the samples behind a causal mask, with biases."""
+    parts = {name: nn.Linear(5, 4) for name in ("q", "k", "v")} | {"last": nn.Linear(4, 2)}
+    mask = torch.ones(2, 2).tril()
+    return lambda: Program(lambda s, x: s.last(softmax(s.q(x) @ s.k(x).mT, mask.to(x)) @ s.v(x)), parts)
+
+
+# No network of the frozen corpus has the later spellings.
+ALIKE = {
+    "masked softmax": (
+        hidden(lambda z, mask: z.masked_fill(mask == 0, -math.inf).softmax(-1)),
+        hidden(lambda z, mask: z.masked_fill(mask == 0, -math.inf).softmax(-1).masked_fill(mask == 0, 0.0)),
+        hidden(lambda z, mask: F.normalize(z.softmax(-1) * mask, p=1, dim=-1)),
+        hidden(lambda z, mask: (z - (z.exp() * mask).sum(-1, True).log()).exp() * mask),
+    ),
+    "layer norm": (
+        read_twice(lambda h: F.layer_norm(h, (6,))),
+        read_twice(lambda h: F.layer_norm(centred(h), (6,))),
+        read_twice(lambda h: F.rms_norm(centred(h), (6,), eps=1e-5)),
+    ),
+    "experts": (
+        experts(lambda s, h, p: torch.einsum("bf,fdg,bfg->bd", p, s.v, torch.einsum("bd,fgd->bfg", h, s.w).relu())),
+        experts(lambda s, h, p: sum(p[:, i, None] * F.linear(F.linear(h, s.w[i]).relu(), s.v[i]) for i in range(3))),
+    ),
+    "layers of parts": (
+        in_parts(lambda one, two, w: F.linear(one, w) + F.linear(two, w)),
+        in_parts(lambda one, two, w: F.linear(torch.cat([one, two], -1), torch.cat([w, w], 1))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_rare_spellings_have_the_group_of_the_common_one(name):
+    dimensions = [trace_symmetry(make().double(), torch.randn(2, 5)).dimension for make in ALIKE[name]]
+    assert min(dimensions) == max(dimensions) > 0
+
+
 def test_movements_that_end_where_they_began_do_nothing():
     networks = {name: two_layers(LINEAR["linear"], between) for name, between in MOVES.items()}
     assert same_for_all({"plain": two_layers(LINEAR["linear"]), **networks}, torch.randn(2, 3, 5).double()) == {}

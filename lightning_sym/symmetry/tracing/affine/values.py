@@ -192,9 +192,9 @@ def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:
     return array.reshape([*array.shape[:lead], *[1] * missing, *array.shape[lead:]])
 
 
-def varying(array: Tensor, lead: int = 0) -> set[int]:
+def varying(array: Tensor) -> set[int]:
     """Return the axes along which a thin array varies."""
-    return {axis for axis, size in enumerate(array.shape[lead:]) if size > 1}
+    return {axis for axis, size in enumerate(array.shape) if size > 1}
 
 
 def places(shape: Sequence[int]) -> Tensor:
