@@ -135,7 +135,7 @@ class Curve:
         """Return the derivatives by ``t``, of shape ``[..., P]``; at a bend of a chain that of the next segment."""
         steps, last = self.points.diff(dim=0), len(self.points) - 1
         if self.kind == "chain":
-            return last * steps[self._segment(t)]
+            return last * steps[(self._places(t) * last).long().clamp(max=last - 1)]
         return last * self._sum(steps, t)
 
     def second_derivative(self, t: float | Tensor) -> Tensor:
@@ -225,10 +225,6 @@ class Curve:
         if not bool(((places >= 0) & (places <= 1)).all()):
             raise ValueError(f"t must be in [0, 1], got {t}.")
         return places
-
-    def _segment(self, t: float | Tensor) -> Tensor:
-        last = len(self.points) - 1
-        return (self._places(t) * last).long().clamp(max=last - 1)
 
     def _sum(self, points: Tensor, t: float | Tensor) -> Tensor:
         """Return the point of the Bezier curve with the given control points, at least one."""
