@@ -122,11 +122,6 @@ class PreparedBatches:
         return map(self._prepare, islice(self._batches, self._most))
 
 
-def share_of(batches: Iterable[Any], rank: int, size: int) -> PreparedBatches:
-    """Return a process's share of batches that all processes have: a part of each batch."""
-    return PreparedBatches(batches, lambda batch: [tensor[rank::size] for tensor in batch])
-
-
 def in_order(loader: Any, trainer: Trainer) -> DataLoader[Any] | None:
     """Return this process's share of a loader's data in index order, each item once; None if there is no order."""
     dataset = getattr(loader, "dataset", None)
@@ -162,7 +157,8 @@ def splits_of(trainer: Trainer, task: Any, train_batches: int | None = None) -> 
     found = {}
     for name, loader in _loaders(trainer).items():
         batches = PreparedBatches(loader, prepare, train_batches if name == "train" else None)
-        found[name] = share_of(batches, rank, size) if whole else batches
+        share = PreparedBatches(batches, lambda batch: [tensor[rank::size] for tensor in batch])
+        found[name] = share if whole else batches
     return found
 
 

@@ -9,7 +9,7 @@ from lightning_sym.datamodules.base import (
 )
 from lightning_sym.datamodules.broden import BrodenDataModule
 from lightning_sym.datamodules.cifar import CIFAR10DataModule, CIFAR100DataModule
-from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader, ConceptsDataModule
+from lightning_sym.datamodules.concepts import Concept, ConceptLoader, ConceptsDataModule
 from lightning_sym.datamodules.diabetes import DiabetesDataModule
 from lightning_sym.datamodules.digits import DigitsDataModule
 from lightning_sym.datamodules.gaussian import GaussianInputsDataModule
@@ -19,6 +19,7 @@ from lightning_sym.datamodules.mnist5k import MNIST5kDataModule
 from lightning_sym.datamodules.tensors import DatasetDataModule, TensorDataModule
 from lightning_sym.datamodules.transforms import ImageTransform, Quadrant, Resized, Rotated, Translated
 from lightning_sym.datamodules.zoo_weights import ZooWeightsDataModule
+from lightning_sym.dissection.networks import ConceptBatch
 
 __all__ = [
     "BrodenDataModule",

@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym._text import unknown
 from lightning_sym.datamodules.base import InputDataModule
-from lightning_sym.datamodules.concepts import Concept, ConceptBatch, ConceptLoader
+from lightning_sym.datamodules.concepts import Concept, ConceptLoader
 from lightning_sym.datamodules.loader import check_statistics, normalisation, normalised
+from lightning_sym.dissection.networks import ConceptBatch
 
 
 class BrodenDataModule(InputDataModule):

@@ -15,6 +15,7 @@ from lightning_sym._random import generator
 from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
 from lightning_sym.datamodules.loader import EpochLoader
 from lightning_sym.datamodules.mnist5k import MNIST5kDataModule
+from lightning_sym.dissection.networks import ConceptBatch
 
 STROKES = ("horizontal stroke", "rising stroke", "vertical stroke", "falling stroke")
 SHAPES = ("corner", "loop")
@@ -39,22 +40,6 @@ class Concept(NamedTuple):
 
     name: str
     category: str
-
-
-class ConceptBatch(NamedTuple):
-    """Images with the masks of all concepts.
-
-    Attributes:
-        images: Normalised images. Shape ``[N, C, H, W]``, float32.
-        masks: Pixels of each concept. Shape ``[N, K, H', W']``, bool.
-        annotated: Whether an image was annotated for a concept. Shape ``[N, K]``, bool.
-        labels: Classes of the images, shape ``[N]``, int64; None if there are none.
-    """
-
-    images: Tensor
-    masks: Tensor
-    annotated: Tensor
-    labels: Tensor | None
 
 
 class ConceptLoader(EpochLoader):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_sym._runs import FinishedRun, find_runs
 from lightning_sym._text import unknown
-from lightning_sym.cli.given import read_own
+from lightning_sym.cli.given import listed, read_own
 
 USAGE = (
     "usage: lightning-sym compare RUN RUN [RUN ...] [--metrics PATTERNS] [--table NAME] [--ignore OPTIONS] "
@@ -79,20 +79,13 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError("Expected the folders of two or more runs, got none.")
     return Asked(
         tuple(places),
-        _patterns(given.get("metrics")),
+        listed(given, "metrics"),
         None if "table" not in given else str(given["table"]).removesuffix(".csv").removesuffix(".json"),
-        _patterns(given.get("ignore")),
+        listed(given, "ignore"),
         None if "out" not in given else Path(str(given["out"])),
         str(given.get("figures", "png")),
         None if "figure_size" not in given else str(given["figure_size"]),
     )
-
-
-def _patterns(given: object) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    several = given if isinstance(given, list) else str(given).split(",")
-    return tuple(str(one).strip() for one in several)
 
 
 def look(asked: Asked) -> Asked:

@@ -155,31 +155,24 @@ def seed_of(given: Tree, default: Any = None) -> Any:
     return found
 
 
-def number(given: Tree, name: str) -> float:
-    """Return a positive number that was given.
+def listed(given: Tree, name: str) -> tuple[str, ...]:
+    """Return words that were given with commas, or as a list; none if none were."""
+    value = given.get(name, [])
+    return tuple(str(one).strip() for one in (value if isinstance(value, list) else str(value).split(",")))
+
+
+def shape_of(given: Tree) -> tuple[int, ...] | None:
+    """Return the shape of one input, written as 3,224,224 (or as a list, or as one number); None if none was given.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is no shape.
     """
-    value = given[name]
-    try:
-        found = 0.0 if isinstance(value, bool) else float(value)  # YAML reads 1e-3 as text
-    except (TypeError, ValueError):
-        found = 0.0
-    if not found > 0:
-        raise ValueError(f"--{name} takes a number > 0, got {value!r}.")
-    return found
-
-
-def shape_of(given: Any) -> tuple[int, ...]:
-    """Return a shape of one that was written as 3,224,224 (or as a list, or as one number).
-
-    Raises:
-        ValueError: If it is none.
-    """
-    sizes = given if isinstance(given, list) else re.split(r"\s*[,x]\s*", str(given).strip())
+    if "input" not in given:
+        return None
+    value = given["input"]
+    sizes = value if isinstance(value, list) else re.split(r"\s*[,x]\s*", str(value).strip())
     if not all(re.fullmatch(r"[1-9]\d*", str(size)) for size in sizes):
-        raise ValueError(f"--input takes a shape without the batch, such as 3,224,224, got {given}.")
+        raise ValueError(f"--input takes a shape without the batch, such as 3,224,224, got {value}.")
     return tuple(int(size) for size in sizes)
 
 

@@ -333,10 +333,6 @@ class RecipeCLI(LightningCLI):
         """Do nothing: settings of a checkpoint have been read already, before those of the command line."""
 
     @property
-    def _first_rank(self) -> bool:
-        return int(rank_zero_only.rank) == 0  # type: ignore[attr-defined]
-
-    @property
     def _run_dir(self) -> Path:
         return Path(self._get(self.config, "run_dir"))
 
@@ -366,7 +362,7 @@ class RecipeCLI(LightningCLI):
             redirect(config, requirement.option, self._required[number].folder)
 
     def _prepare_run_dir(self, config: Any) -> None:
-        if not self._first_rank or config.trainer.get("fast_dev_run"):
+        if rank_zero_only.rank or config.trainer.get("fast_dev_run"):  # type: ignore[attr-defined]
             return
         run_dir = self._run_dir
         try:

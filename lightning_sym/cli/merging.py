@@ -6,7 +6,6 @@ This module reads the options without importing torch.
 import contextlib
 import functools
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 from lightning_sym._checkpoint_files import check_described, check_out, check_whole, locate
 from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, prefix_of, read_own, seed_of, shape_of, whole
+from lightning_sym.cli.given import arguments_of, class_of, listed, prefix_of, read_own, seed_of, shape_of, whole
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -179,13 +178,13 @@ def read_options(args: Sequence[str]) -> Asked:
         align=align,
         align_only="align-only" in given,
         recalibrate="recalibrate" in given,
-        ignore=tuple(re.split(r"\s*,\s*", str(given["ignore"]))) if "ignore" in given else (),
+        ignore=listed(given, "ignore"),
         out_dtype=None if given.get("out-dtype") is None else str(given["out-dtype"]),
         rank=whole(given, "rank", 1),
         data=given.get("data"),
         points=whole(given, "points", 2, 11),
         prefix=prefix_of(given),
-        shape=shape_of(given["input"]) if "input" in given else None,
+        shape=shape_of(given),
         tokens=whole(given, "tokens", 1),
         seed=seed_of(given),
     )

@@ -6,7 +6,6 @@ This module reads the options without importing torch.
 import contextlib
 import functools
 import inspect
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from lightning_sym._checkpoint_files import check_described, check_out, element_in, files_of_result, single
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, number, prefix_of, read_own, seed_of, shape_of, whole
+from lightning_sym.cli.given import arguments_of, class_of, listed, prefix_of, read_own, seed_of, shape_of, whole
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -157,7 +156,7 @@ def read_options(args: Sequence[str]) -> Asked:
         raise ValueError(f"--{useless[0]} needs --objective; leave it out with --apply.")
     if "inverse" in given and objective:
         raise ValueError("--inverse needs --apply; leave it out with --objective.")
-    settings: dict[str, Any] = {name: number(given, name) for name in ("budget", "lr") if name in given}
+    settings: dict[str, Any] = {name: _number(given, name) for name in ("budget", "lr") if name in given}
     if "maximize" in given:
         settings["maximize"] = True
     if "max_steps" in given:
@@ -165,7 +164,7 @@ def read_options(args: Sequence[str]) -> Asked:
     if "start" in given:
         settings["start"] = _word("start", given["start"], STARTS)
     if "factors" in given:
-        settings["factors"] = _listed(given["factors"])
+        settings["factors"] = list(listed(given, "factors"))
     return Asked(
         checkpoint=files[0],
         out=Path(str(given["out"])),
@@ -178,8 +177,8 @@ def read_options(args: Sequence[str]) -> Asked:
         samples=whole(given, "samples", 1, 256),
         settings=settings,
         prefix=prefix_of(given),
-        ignore=tuple(_listed(given.get("ignore", []))),
-        shape=shape_of(given["input"]) if "input" in given else None,
+        ignore=listed(given, "ignore"),
+        shape=shape_of(given),
         tokens=whole(given, "tokens", 1),
         seed=seed_of(given, 0),
     )
@@ -223,9 +222,20 @@ def look(asked: Asked) -> Asked:
     return asked
 
 
-def _listed(value: Any) -> list[str]:
-    """Return words that were written with commas, or as a list."""
-    return [str(one) for one in value] if isinstance(value, list) else re.split(r"\s*,\s*", str(value).strip())
+def _number(given: Mapping[str, Any], name: str) -> float:
+    """Return a positive number that was given.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    value = given[name]
+    try:
+        found = 0.0 if isinstance(value, bool) else float(value)  # YAML reads 1e-3 as text
+    except (TypeError, ValueError):
+        found = 0.0
+    if not found > 0:
+        raise ValueError(f"--{name} takes a number > 0, got {value!r}.")
+    return found
 
 
 def _word(option: str, value: Any, words: Sequence[str]) -> str:

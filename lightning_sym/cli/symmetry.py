@@ -85,7 +85,7 @@ def read_options(args: Sequence[str]) -> Asked:
     return Asked(
         names[0],
         arguments,
-        shape_of(given["input"]) if "input" in given else None,
+        shape_of(given),
         tokens,
         given.get("output"),
         "meta" in given,

@@ -2,8 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,22 +57,6 @@ class Precisions:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take them back; see :meth:`set`."""
         self.set(state["log_precisions"], state["log_noise"])
-
-
-class RunningMembers(Protocol):
-    """Interface of a task to the prior of its population; every :class:`lightning_sym.tasks.ZooTask` has it."""
-
-    @property
-    def population(self) -> Any:
-        """The networks of this rank: :class:`lightning_sym.population.Population`."""
-
-    @property
-    def skipped(self) -> Collection[int]:
-        """Numbers of the members that were stopped, which have no prior any more."""
-
-    @property
-    def member_parallel(self) -> bool:
-        """Whether every rank holds different members, and all the data."""
 
 
 class GaussianPrior:
@@ -168,7 +152,7 @@ class GaussianPrior:
         start = dict.fromkeys(groups.precisions, math.log(precision))
         log_noise = math.log(noise) if likelihood == "regression" else 0.0
         self.members = {number: Precisions(start, log_noise) for number in ([None] if members is None else members)}
-        self._task: RunningMembers | None = None
+        self._task: Any = None
         self._strengths: tuple[object, dict[Tensor, float | Tensor]] | None = None
 
     @property
@@ -200,7 +184,7 @@ class GaussianPrior:
             )
         self.implicit = self.step != "gradient" and not others
 
-    def start(self, optimizers: Sequence[Optimizer], data: Any, task: RunningMembers | None = None) -> None:
+    def start(self, optimizers: Sequence[Optimizer], data: Any, task: Any = None) -> None:
         """Count the data, and let the prior act after the optimizers' steps where it is implicit.
 
         To be called on every rank once a fit, when the optimizers are made: ``trainer.optimizers`` in ``on_fit_start``.
@@ -210,7 +194,8 @@ class GaussianPrior:
             data: The datamodule, ``trainer.datamodule``: its ``curvature_dataloader()`` gives batches ``(inputs, labels
                 or targets, ...)``, each training datum once, this rank's share (all of them where ranks hold members of
                 their own). If it has ``num_classes``, a warning names the classes that never occur.
-            task: Whose members they are; for a population.
+            task: Whose members they are, for a population: a :class:`lightning_sym.tasks.ZooTask`, or any with its
+                ``population``, ``skipped`` (numbers of stopped members) and ``member_parallel``.
 
         Raises:
             EmptyLoaderError: If there are no data.

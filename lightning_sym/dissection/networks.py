@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,20 @@ from lightning_sym.dissection.quantiles import TopQuantile
 from lightning_sym.similarity import features_of
 
 
-class Annotated(Protocol):
-    """A batch of images with concept masks, such as ``lightning_sym.datamodules.ConceptBatch``."""
+class ConceptBatch(NamedTuple):
+    """Images with the masks of all concepts.
 
-    @property
-    def images(self) -> Tensor:
-        """Normalised images. Shape ``[N, ...]``."""
+    Attributes:
+        images: Normalised images. Shape ``[N, C, H, W]``, float32.
+        masks: Pixels of each concept. Shape ``[N, K, H', W']``, bool.
+        annotated: Whether an image was annotated for a concept. Shape ``[N, K]``, bool.
+        labels: Classes of the images, shape ``[N]``, int64; None if there are none.
+    """
 
-    @property
-    def masks(self) -> Tensor:
-        """Pixels of each concept. Shape ``[N, K, H, W]``, bool."""
-
-    @property
-    def annotated(self) -> Tensor:
-        """Whether an image was annotated for a concept. Shape ``[N, K]``, bool."""
-
-    @property
-    def labels(self) -> Tensor | None:
-        """Classes of the images, shape ``[N]``; None if there are none."""
+    images: Tensor
+    masks: Tensor
+    annotated: Tensor
+    labels: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ def dissect(
     network: nn.Module,
     site: str,
     bases: Tensor,
-    batches: Iterable[Annotated],
+    batches: Iterable[ConceptBatch],
     *,
     images: int,
     example: Tensor,

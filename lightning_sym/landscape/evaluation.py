@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_known
 from lightning_sym._distributed import device_of, wide
@@ -360,7 +361,8 @@ class LossSurface:
         """Return the losses at a chunk of coefficients or vectors, from one block of inputs after another."""
         rows = rows.to(self.device, self.dtype)
         matrix, firsts = self._prepared(plane) if plane is not None else (None, None)
-        coefficients = rows if matrix is None else _with_one(rows)
+        # A one in front of the coefficients is the factor of the centre.
+        coefficients = rows if matrix is None else F.pad(rows, (1, 0), value=1.0)
         vectors = rows if matrix is None else coefficients @ matrix
         total = torch.zeros(len(rows), dtype=wide(self.device), device=self.device)
         # Points that are computed together are given up together.
@@ -484,11 +486,6 @@ class LossSurface:
         """Switch off gradients and reduced precision of convolutions."""
         with torch.no_grad(), torch.backends.cudnn.flags(benchmark=False, deterministic=True, allow_tf32=False):
             yield
-
-
-def _with_one(rows: Tensor) -> Tensor:
-    """Return coefficients [G, m] with a one in front, [G, m + 1], the factor of the centre."""
-    return torch.cat([rows.new_ones(len(rows), 1), rows], 1)
 
 
 def _name(function: Any) -> str:

@@ -64,7 +64,8 @@ class ConvolutionalEmbedding(nn.Sequential):
             self.add_module(f"conv{index}", conv)
             self.add_module(f"activation{index}", make_activation(activation))
             self.add_module(f"pool{index}", nn.MaxPool2d(3, 2, 1))
-            height, breadth = (_pooled(_convolved(side, kernel_size, stride, padding)) for side in (height, breadth))
+            convolved = ((side + 2 * padding - kernel_size) // stride + 1 for side in (height, breadth))
+            height, breadth = ((side - 1) // 2 + 1 for side in convolved)
             channels = out
         self.flatten = nn.Flatten(2)
         self.transpose = Transpose()
@@ -73,14 +74,6 @@ class ConvolutionalEmbedding(nn.Sequential):
             self.add_module("positions", LearnedPositions(tokens, width, std=0.2))
         elif positions == "sinusoidal":
             self.add_module("positions", SinusoidalPositions(tokens, width))
-
-
-def _convolved(side: int, kernel_size: int, stride: int, padding: int) -> int:
-    return (side + 2 * padding - kernel_size) // stride + 1
-
-
-def _pooled(side: int) -> int:
-    return (side - 1) // 2 + 1
 
 
 class Transpose(nn.Module):

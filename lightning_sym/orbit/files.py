@@ -168,7 +168,8 @@ def reparametrize_checkpoint(
     tensors = {name: own for name, own in state_tensors(result.network).items() if own.is_floating_point()}
     written = _as_written(read, tensors)
     minimum = result if isinstance(result, OrbitMinimum) else None
-    if minimum is not None and not _improves(minimum, maximize=options.get("maximize", False)):
+    sign = -1 if options.get("maximize", False) else 1
+    if minimum is not None and not sign * (minimum.before - minimum.after) > 1e-9 * abs(minimum.before):
         notes = (*notes, "the objective did not improve: it is at its best, constant, or needs more steps")
     reparametrized = ReparametrizedCheckpoint(
         out=out,
@@ -252,17 +253,6 @@ def calibration_batch(batches: Iterable[Sequence[Tensor]], count: int, seed: int
     if not held:
         raise ValueError("the data hold no batch; expected at least one.")
     return tuple(held[1:])
-
-
-# ---- inputs
-
-
-# ---- results
-
-
-def _improves(found: OrbitMinimum, *, maximize: bool) -> bool:
-    gain = found.after - found.before if maximize else found.before - found.after
-    return gain > 1e-9 * abs(found.before)
 
 
 def _files_beside(

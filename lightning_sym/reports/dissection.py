@@ -3,7 +3,8 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,64 +103,48 @@ def _concepts_chart(rows: Sequence[Row]) -> Chart:
     return Chart([panel], "Units of each concept: {title}", 3, (3.0, max(2.2, 0.8 + 0.17 * names)), share="x")
 
 
-class OneBasis(Protocol):
-    """Dissection of one network in one basis; ``lightning_sym.tasks.dissection.Dissected`` is one."""
+@dataclass(frozen=True, eq=False)
+class Dissected:
+    """One network in one basis.
 
-    @property
-    def zoo(self) -> str:
-        """Name of its zoo."""
+    Attributes:
+        zoo: Name of its zoo.
+        member: The member's number.
+        network: ``"trained"``, or ``"untrained"``: the weights that the member began with.
+        basis: ``"rotation"``, ``"permutation"`` or ``"group"``.
+        alpha: Where on the path from the identity to it.
+        found: The result.
+    """
 
-    @property
-    def member(self) -> int:
-        """Number of the member."""
-
-    @property
-    def network(self) -> str:
-        """``"trained"`` or ``"untrained"``."""
-
-    @property
-    def basis(self) -> str:
-        """``"rotation"``, ``"permutation"`` or ``"group"``."""
-
-    @property
-    def alpha(self) -> float:
-        """Place on the path."""
-
-    @property
-    def found(self) -> BasisDissection:
-        """The dissection."""
+    zoo: str
+    member: int
+    network: str
+    basis: str
+    alpha: float
+    found: BasisDissection
 
 
-class OneUnit(Protocol):
-    """A unit with its strongest images; ``lightning_sym.tasks.dissection.BestUnit`` is one."""
+@dataclass(frozen=True, eq=False)
+class BestUnit:
+    """A unit with a large overlap, and the images to which it responds most.
 
-    @property
-    def zoo(self) -> str:
-        """Name of its zoo."""
+    Attributes:
+        zoo: Name of its zoo.
+        member: The member's number.
+        alpha: Where on the path to a rotation.
+        unit: Its index.
+        concept: Index of the concept with the largest overlap.
+        overlap: Intersection over union with that concept.
+        strongest: Images, not normalised, with values in [0, 1], and the active pixels in them.
+    """
 
-    @property
-    def member(self) -> int:
-        """Number of the member."""
-
-    @property
-    def alpha(self) -> float:
-        """Place on the path."""
-
-    @property
-    def unit(self) -> int:
-        """Its index."""
-
-    @property
-    def concept(self) -> int:
-        """Index of its concept."""
-
-    @property
-    def overlap(self) -> float:
-        """Intersection over union with the concept."""
-
-    @property
-    def strongest(self) -> StrongestImages:
-        """Images with values in [0, 1], and the active pixels in them."""
+    zoo: str
+    member: int
+    alpha: float
+    unit: int
+    concept: int
+    overlap: float
+    strongest: StrongestImages
 
 
 class MeanInterval(NamedTuple):
@@ -184,8 +169,8 @@ def mean_interval(values: ArrayLike, level: float = 0.95) -> MeanInterval:
 
 
 def dissection_results(
-    results: Sequence[OneBasis],
-    best: Sequence[OneUnit],
+    results: Sequence[Dissected],
+    best: Sequence[BestUnit],
     *,
     concepts: Sequence[Any],
     least: float,
@@ -235,7 +220,7 @@ def dissection_results(
     )
 
 
-def basis_rows(results: Sequence[OneBasis], least: float) -> list[dict[str, Any]]:
+def basis_rows(results: Sequence[Dissected], least: float) -> list[dict[str, Any]]:
     """Return one row for each network and basis."""
     rows = []
     for one in results:
@@ -265,7 +250,7 @@ def _of_live(values: Tensor, live: Tensor, how: str) -> float | None:
     return finite(float(chosen.median() if how == "median" else chosen.mean()))
 
 
-def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
+def unit_rows(results: Sequence[Dissected], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
     """Return the detected concept of each unit of each trained network, in the network's own basis."""
     rows = []
     for one in results:
@@ -286,7 +271,7 @@ def unit_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float
     return rows
 
 
-def concept_rows(results: Sequence[OneBasis], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
+def concept_rows(results: Sequence[Dissected], concepts: Sequence[Any], least: float) -> list[dict[str, Any]]:
     """Return the number of units that detect each concept, mean over the trained members of a zoo, on their paths.
 
     Concepts are those that a unit of the zoo detects at some place; categories without any have none.
@@ -325,7 +310,7 @@ def _figures(
     summary: Sequence[Row],
     by_category: Sequence[Row],
     by_concept: Sequence[Row],
-    best: Sequence[OneUnit],
+    best: Sequence[BestUnit],
     concepts: Sequence[Any],
     title: str,
 ) -> Iterator[tuple[str, Figure]]:
@@ -349,7 +334,7 @@ def _figures(
         yield f"best-units-{files[zoo]}", unit_images(columns, title=heading)
 
 
-def _strip(one: OneUnit, concepts: Sequence[Any]) -> Strip:
+def _strip(one: BestUnit, concepts: Sequence[Any]) -> Strip:
     """Return the images of a unit below its concept."""
     place = f"\N{GREEK SMALL LETTER ALPHA} = {one.alpha:g}, unit {one.unit}"
     title = f"{place}\n{concepts[one.concept][0]} {one.overlap:.2f}"
@@ -381,7 +366,11 @@ def summary_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the change of each quantity along a path, by member."""
-    start = {(row["zoo"], row["member"], row["network"]): row for row in rows if _begins(row)}
+    start = {
+        (row["zoo"], row["member"], row["network"]): row
+        for row in rows
+        if (row["basis"], row["alpha"]) == ("rotation", 0)
+    }
     found = []
     for key, own in grouped(rows, "zoo", "network", "basis"):
         ends = [row for row in own if row["alpha"] == 1]
@@ -404,24 +393,17 @@ def change_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def _begins(row: Row) -> bool:
-    return bool(row["basis"] == "rotation" and row["alpha"] == 0)
-
-
 def _shown(summary: Sequence[Row], changes: Sequence[Row], title: str) -> Table:
     lines: list[list[str] | None] = []
     for zoo in unique(summary, "zoo"):
-        own = {(row["network"], row["quantity"]): row for row in _of_rotations(changes) if row["zoo"] == zoo}
+        rotations = [row for row in changes if (row["zoo"], row["basis"]) == (zoo, "rotation")]
+        own = {(row["network"], row["quantity"]): row for row in rotations}
         for network in ("trained", "untrained"):
             if (network, _SHOWN[0]) in own:
                 lines.append([f"{zoo}\n{network}", *(_cell(own[network, quantity]) for quantity in _SHOWN)])
         lines.append(None)
     columns = ["zoo", "interpretable\nunits", "distinct\nconcepts", "kurtosis", "variance\nby class"]
     return text_table(f"Units in their own basis, and their changes under random rotations: {title}", columns, lines)
-
-
-def _of_rotations(changes: Sequence[Row]) -> list[Row]:
-    return [row for row in changes if row["basis"] == "rotation"]
 
 
 def _cell(row: Row) -> str:

@@ -105,7 +105,8 @@ def ensemble_results(
     added = [ensemble_row(one, count + 1) for one in ensembles for count in range(len(one.scores.ambiguity))]
     scores = ensembles[0].scores
     about = {**about, "split": split, "samples": scores.samples, "bins": scores.bins}
-    means = ensemble_means(last)
+    # Standard errors are averaged too, as the samples are the same.
+    means = [{**key, "ensembles": len(own), **averages(own, list(own[0])[2:])} for key, own in grouped(last, "kind")]
     several = [row for row in means if row["ensembles"] > 1]
     if several:
         kinds = ", ".join(row["kind"] for row in several)
@@ -142,8 +143,3 @@ def ensemble_row(ensemble: MeasuredEnsemble, count: int) -> dict[str, Any]:
     for name in ("ambiguity", "ambiguity_error", "variance", "disagreement", "divergence"):
         row[name] = finite(float(getattr(scores, name)[last]))
     return row
-
-
-def ensemble_means(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return means over the ensembles of each kind; those of standard errors too, as the samples are the same."""
-    return [{**key, "ensembles": len(own), **averages(own, list(own[0])[2:])} for key, own in grouped(rows, "kind")]

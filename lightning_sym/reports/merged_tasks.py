@@ -53,6 +53,11 @@ def _percent(name: str, heading: str, what: str) -> Column:
     return Column(name, f"{what}: mean over parents, 0 to 1", heading, text, number=number)
 
 
+def _bars(marks: Marks, name: str, title: str, **more: Any) -> Chart:
+    look: dict[str, Any] = {"ylabel": "test accuracy, %", "by": ["setting"], "bottom": 0, "top": 108}
+    return Chart([Panel([marks], name, **look, **more)], title, columns=2)
+
+
 REPORT = Report(
     {
         "summary": "accuracies of merged networks: means over parents",
@@ -71,56 +76,15 @@ REPORT = Report(
         Column("parent", "index of the parent in its zoo"),
     ],
     {
-        "merging": Chart(
-            [
-                Panel(
-                    [
-                        Marks(
-                            "score",
-                            x="method",
-                            group=["align"],
-                            kind="bars",
-                            factor=100,
-                            error=[("low", "high")],
-                            spans=["lowest to highest of the parents"],
-                            where={"align": (PLAIN, ALIGNED)},
-                            table="scores",
-                        )
-                    ],
-                    "{setting}",
-                    ylabel="test accuracy, %",
-                    by=["setting"],
-                    bottom=0,
-                    top=108,
-                    levels=lambda row: row["levels"],
-                )
-            ],
-            "Merging {title}",
-            columns=2,
+        "merging": _bars(
+            Marks("score", "method", ["align"], kind="bars", factor=100, error=[("low", "high")],
+                  spans=["lowest to highest of the parents"], where={"align": (PLAIN, ALIGNED)}, table="scores"),
+            "{setting}", "Merging {title}", levels=lambda row: row["levels"],
         ),
-        "tasks": Chart(
-            [
-                Panel(
-                    [
-                        Marks(
-                            "accuracy",
-                            x="method",
-                            group=["task"],
-                            kind="bars",
-                            factor=100,
-                            where=lambda row: row["setting"] in (ONE_PARENT, ONE_MOVED) and row["align"] == PLAIN,
-                            table="accuracies",
-                        )
-                    ],
-                    "{setting}, as they are",
-                    ylabel="test accuracy, %",
-                    by=["setting"],
-                    bottom=0,
-                    top=108,
-                )
-            ],
-            "Accuracy by task: {title}",
-            columns=2,
+        "tasks": _bars(
+            Marks("accuracy", "method", ["task"], kind="bars", factor=100, table="accuracies",
+                  where=lambda row: row["setting"] in (ONE_PARENT, ONE_MOVED) and row["align"] == PLAIN),
+            "{setting}, as they are", "Accuracy by task: {title}",
         ),
     },
     title="Test accuracy of merged networks: {title}",

@@ -1,8 +1,9 @@
 """LightningModules, one per experiment."""
 
+from lightning_sym.reports.dissection import Dissected
 from lightning_sym.tasks.analytic_landscapes import AnalyticLandscapesTask, Calibrated
 from lightning_sym.tasks.curve import CurveName, CurveTask
-from lightning_sym.tasks.dissection import Dissected, DissectionTask
+from lightning_sym.tasks.dissection import DissectionTask
 from lightning_sym.tasks.equivalence import EquivalenceTask, FoundWeights
 from lightning_sym.tasks.equivariance import EquivarianceTask
 from lightning_sym.tasks.fine_tune import FineTuneTask

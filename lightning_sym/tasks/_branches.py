@@ -184,10 +184,7 @@ class BranchTask(ZooUserTask):
         """Return for example ``pair-0-1/activation1/full/val_accuracy``."""
         return tag(self.names[number], f"{split}_{quantity}")
 
-    @property
-    def shown(self) -> str:
-        """The training loss."""
-        return "train/loss"
+    shown = "train/loss"
 
     @property
     def charts(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Dissection of the members of zoos: concepts of single units, in the network's basis and in rotated ones."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from lightning_sym._checks import check_different, check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator
+from lightning_sym.datamodules import BrodenDataModule, ConceptsDataModule
 from lightning_sym.dissection import (
-    BasisDissection,
     Geodesic,
     StrongestImages,
     dissect,
@@ -22,80 +22,16 @@ from lightning_sym.dissection import (
 )
 from lightning_sym.dissection.networks import shape_of_maps
 from lightning_sym.networks.base import site_name
+from lightning_sym.reports.dissection import BestUnit, Dissected
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
 from lightning_sym.zoo import ModelZoo
 
+# The datamodules with masks of concepts.
+ConceptData: TypeAlias = ConceptsDataModule | BrodenDataModule
 ALPHAS = tuple(step / 10 for step in range(11))
 _HALFWAY = 0.5  # with the end, the evaluated points on the path to a permutation
-
-
-class ConceptData(Protocol):
-    """The part of a datamodule that dissection looks at; ``ConceptsDataModule`` and ``BrodenDataModule`` have it."""
-
-    @property
-    def concepts(self) -> Sequence[Any]:
-        """The concepts, in the order of the masks."""
-
-    @property
-    def concept_classes(self) -> int:
-        """Number of classes of the images; 0 if they have none."""
-
-    @property
-    def mean(self) -> Sequence[float] | None:
-        """Mean of each channel that was subtracted, in units of pixel values in [0, 1]; None for none."""
-
-    @property
-    def std(self) -> Sequence[float] | None:
-        """Standard deviation of each channel that divides, same units; None for none."""
-
-    def concept_dataloader(self) -> Any:
-        """Return batches with images, masks, annotated and labels; ``total`` says how many images there are."""
-
-
-@dataclass(frozen=True, eq=False)
-class Dissected:
-    """One network in one basis.
-
-    Attributes:
-        zoo: Name of its zoo.
-        member: The member's number.
-        network: ``"trained"``, or ``"untrained"``: the weights that the member began with.
-        basis: ``"rotation"``, ``"permutation"`` or ``"group"``.
-        alpha: Where on the path from the identity to it.
-        found: The result.
-    """
-
-    zoo: str
-    member: int
-    network: str
-    basis: str
-    alpha: float
-    found: BasisDissection
-
-
-@dataclass(frozen=True, eq=False)
-class BestUnit:
-    """A unit with a large overlap, and the images to which it responds most.
-
-    Attributes:
-        zoo: Name of its zoo.
-        member: The member's number.
-        alpha: Where on the path to a rotation.
-        unit: Its index.
-        concept: Index of the concept with the largest overlap.
-        overlap: Intersection over union with that concept.
-        strongest: Images, not normalised, with values in [0, 1], and the active pixels in them.
-    """
-
-    zoo: str
-    member: int
-    alpha: float
-    unit: int
-    concept: int
-    overlap: float
-    strongest: StrongestImages
 
 
 class DissectionTask(UntrainedTask):
@@ -210,7 +146,10 @@ class DissectionTask(UntrainedTask):
         return self.zoos[name].numbers[: self.members]
 
     def dissect_all(
-        self, data: ConceptData, device: torch.device, progress: Callable[[int, int], None] | None = None
+        self,
+        data: ConceptData,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[Dissected]:
         """Dissect all networks in all bases; to be called on every process.
 

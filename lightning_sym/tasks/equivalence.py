@@ -482,10 +482,7 @@ class EquivalenceTask(PopulationTask):
         accepted = independent(weights[1:] - weights[0])
         return [numbers[0], *(numbers[1 + index] for index in accepted)]
 
-    @property
-    def shown(self) -> str:
-        """The median of J."""
-        return "j/median"
+    shown = "j/median"
 
     @property
     def charts(self) -> dict[str, str]:

@@ -319,10 +319,6 @@ class MatchingTask(PairTask):
             self.symmetry, latent, self.population.started[number], initial=step, scales=False, **self._options
         ).element
 
-    def _element_now(self, number: int) -> Element:
-        """Return the current element of training."""
-        return self.symmetry.compose(self.population.steps[number], self._start[number])
-
     def _new_moments(self, pair: Pair) -> ActivationMoments:
         a, b = map(self.member, pair)
         return ActivationMoments(self.symmetry, a, b)
@@ -443,7 +439,8 @@ class MatchingTask(PairTask):
                     self._add_midpoint(self._row(variant, place), place, self._moved(pair, element))
         for number in self._start:
             if number not in self.stopped:
-                moved = self._moved(self.trainings[number][0], self._element_now(number))
+                element = self.symmetry.compose(self.population.steps[number], self._start[number])
+                moved = self._moved(self.trainings[number][0], element)
                 self.population.trained(number).give(moved)
                 self._add_midpoint(number, number, moved)
 

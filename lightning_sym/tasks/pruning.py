@@ -434,10 +434,7 @@ class RashomonPruning(ZooUserTask):
         found = super().summary(split, running, values)
         return {**found, "units": float(sum(units_in(pruning.widths) for pruning in self.prunings.values()))}
 
-    @property
-    def shown(self) -> str:
-        """Number of remaining units."""
-        return "units"
+    shown = "units"
 
     @property
     def charts(self) -> dict[str, str]:

@@ -298,8 +298,8 @@ class StitchingTask(BranchTask):
                                 resize=self.resize,
                             )
                     except ValueError as error:
-                        # "any" stitches the combinations that fit; named ones must fit.
-                        if self.sites != "any" and not _may_skip(family):
+                        # "any" stitches the combinations that fit; named ones must, unless they are only a baseline.
+                        if self.sites != "any" and family != "identity":
                             raise
                         self.left_out[f"{stitch.place}/{name}"] = str(error)
                         continue
@@ -431,8 +431,3 @@ def _family_name(family: Callable[[Port], StitchingMap]) -> str:
     options = {k: v for k, v in family.keywords.items() if k not in known or repr(known[k].default) != repr(v)}
     name: str = getattr(made, "__name__", None) or type(made).__name__
     return name + (f"({', '.join(f'{key}={value}' for key, value in options.items())})" if options else "")
-
-
-def _may_skip(family: Family) -> bool:
-    """Return whether a family is only a baseline: it is left out where widths differ."""
-    return family == "identity"

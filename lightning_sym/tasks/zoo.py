@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sym.curvature import GaussianPrior
+from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.tasks._members import check_data, given_network
@@ -18,23 +19,6 @@ from lightning_sym.tasks.losses import CrossEntropy, SquaredDistance
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.population import PopulationTask
 from lightning_sym.zoo import ModelZoo
-
-
-class SplitData(Protocol):
-    """The part of a datamodule that a population is evaluated on; ``ImageDataModule`` has it."""
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes, ``K``."""
-
-    def curvature_dataloader(self) -> Any:
-        """Return the training split, not augmented and not shuffled."""
-
-    def val_dataloader(self) -> Any:
-        """Return the validation split; empty if there is none."""
-
-    def test_dataloader(self) -> Any:
-        """Return the test split."""
 
 
 class ZooTask(PopulationTask):
@@ -272,7 +256,7 @@ class ZooTask(PopulationTask):
         outputs = super().predict_step(batch, batch_idx)
         return outputs.softmax(2) if self.classifies else outputs
 
-    def split_metrics(self, data: "SplitData") -> dict[str, dict[str, Tensor]]:
+    def split_metrics(self, data: InMemoryDataModule) -> dict[str, dict[str, Tensor]]:
         """Evaluate the kept weights on each split, once; to be called on every rank.
 
         Args:
