@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import generator
 from lightning_sym.datamodules.loader import (
@@ -140,6 +140,7 @@ class InMemoryDataModule(InputDataModule):
     def __init__(self, batch_size: int, eval_batch_size: int, data_seed: int) -> None:
         super().__init__()
         check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_seeds(data_seed=data_seed)
         # With more processes than evaluation inputs, some processes evaluate no input.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._batch_size, self._eval_batch_size, self._data_seed = batch_size, eval_batch_size, data_seed

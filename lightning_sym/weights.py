@@ -471,11 +471,11 @@ def _surplus(tensors: Mapping[str, Tensor], module: nn.Module, names: _Names, pa
     ]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first ten names in quotes, and the number of the others.
+def listed(names: Sequence[object]) -> str:
+    """Return the first ten names in quotes, or numbers, and how many there are besides.
 
     Args:
-        names: At least one name.
+        names: At least one.
     """
     more = len(names) - _LISTED
     return ", ".join(map(repr, names[:_LISTED])) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")
