@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import SAFETENSORS, TORCH, other_format
 from lightning_sym.networks import Network, WrappedNetwork
 from lightning_sym.symmetry.files import read_index
 
@@ -54,7 +55,8 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
         try:
             return dict(load_file(file))
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged, or no safetensors file ({error}).") from None
+            said = other_format(file, SAFETENSORS) or f"{file} is damaged, or no safetensors file ({error})."
+            raise ValueError(said) from None
     try:
         with warnings.catch_warnings():  # about pickles not from torch.save, and sparse tensors: reported below
             warnings.simplefilter("ignore")
@@ -72,7 +74,8 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
     except Exception as error:  # any error of the unpickler on foreign bytes
         if isinstance(error, pickle.UnpicklingError) and _is_whole(file):
             raise ValueError(_more_than_tensors(file, str(error))) from None
-        raise ValueError(f"{file} is damaged or truncated, or no file of torch.save.") from None
+        said = other_format(file, TORCH) or f"{file} is damaged or truncated, or no file of torch.save."
+        raise ValueError(said) from None
     return flat_weights(content, str(file))
 
 

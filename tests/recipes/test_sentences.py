@@ -250,7 +250,7 @@ list.ckpt holds a list instead of settings by name; pass a file that lightning-s
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
-words.yaml is damaged, or no checkpoint of lightning-sym.
+words.yaml is text, not a file of torch.save; pass the file of the weights.
 $ fit SMALL --run_dir=words.yaml/run
 words.yaml/run cannot be made, as .../words.yaml is a file; expected a place in a folder.
 $ fit SMALL --trainer.accelerator=gpuu
