@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"  # of a zoo
 # Files of a reparametrized checkpoint beside its weights.
 ELEMENT, HISTORY, REPORT = "element.safetensors", "history.csv", "report.json"
 TORCH, SAFETENSORS = "a file of torch.save", "a file of safetensors"
-# First bytes of other files that people have beside checkpoints, their names, and what to do.
+# Signatures of other formats, their names, and the remedies.
 _FORMATS: dict[bytes, tuple[str, str]] = {
     b"\x93NUMPY": ("an array of numpy", "save tensors by name with torch.save"),
     b"\x89HDF": ("a file of HDF5, as of Keras", "save tensors by name with torch.save"),

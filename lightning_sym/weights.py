@@ -218,8 +218,14 @@ class Fit:
 def fit_weights(
     tensors: Mapping[str, Tensor], network: nn.Module, *, prefix: str | None = None, source: str = "The state dict"
 ) -> dict[str, Tensor]:
-    """Match tensors to a network's parameters and buffers, under its own names, as :func:`match_weights` does."""
-    return dict(match_weights(tensors, network, prefix=prefix, source=source).tensors)
+    """Match tensors to a network's parameters and buffers, under its own names, as :func:`match_weights` does.
+
+    The choice of a prefix is a warning.
+    """
+    fit = match_weights(tensors, network, prefix=prefix, source=source)
+    for note in fit.notes:
+        warnings.warn(f"{note}.", stacklevel=2)
+    return dict(fit.tensors)
 
 
 def match_weights(
@@ -240,8 +246,8 @@ def match_weights(
             their names anywhere. Batch counts (``num_batches_tracked``) may be missing, as may all but one name of
             tied weights, as in safetensors.
         network: The network; not changed.
-        prefix: The prefix. None: the only one that fits; with ``ignore``, the only one that is not named after an
-            average of weights (``model.`` before ``model_ema.``), with a note.
+        prefix: The prefix. None: the only one that fits, or the only one of these that is not named after an average
+            of weights (``model.`` before ``model_ema.``), with a note.
         source: Source of the tensors, for messages.
         ignore: Patterns of names, in the file or the network, of tensors that may be surplus or missing. A missing one
             keeps the network's value. None: no tensor may be, and messages do not propose it.
@@ -282,7 +288,7 @@ def match_weights(
     if len(fitting) > 1:
         starts = ", ".join(repr(one.start) for one in fitting)
         plain = [one for one in fitting if not _AVERAGE.search(one.start)]
-        if ignore is None or len(plain) != 1:
+        if len(plain) != 1:
             raise ValueError(
                 f"{source} holds weights of {kind} under several prefixes ({starts}); choose one as prefix (--prefix)."
             )

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import pickle
+import re
 import shlex
 import sys
 import types
@@ -285,6 +286,17 @@ def test_a_prefix_can_be_chosen():
     for prefix, module in (("model", a), ("average.", b)):
         zoo = ModelZoo.add(prefix, ["two.pt"], network=Plain, prefix=prefix)
         assert torch.equal(outputs(zoo.load(0)), outputs(module))
+
+
+def test_weights_are_read_before_their_average_and_this_is_said_as_merge_says_it():
+    a, b = Plain(), Plain()
+    torch.save({"model": a.state_dict(), "model_ema": b.state_dict()}, "two.pt")
+    said = "two.pt holds weights under 'model.', 'model_ema.': 'model.' was read; --prefix chooses another."
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        zoo = ModelZoo.add("zoo", ["two.pt"], network=Plain)
+    assert torch.equal(outputs(zoo.load(0)), outputs(a))
+    found = succeed("import", "two.pt", "--network=my_networks.Plain", "--out=other", "--data=DigitsDataModule")
+    assert found.out.count(said) == 1
 
 
 def test_the_command_line_imports_and_says_how_good_the_members_are():
