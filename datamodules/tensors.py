@@ -244,9 +244,8 @@ class TensorDataModule(InMemoryDataModule):
             )
         if self._given_classes is not None or (parts[0].targets.ndim > 1 and not parts[0].inputs.is_floating_point()):
             return  # sequences of tokens need not contain all tokens
-        used = torch.cat([part.targets.unique() for part in parts]).unique()
-        if len(used) < classes:
-            unused = sorted({*range(classes)} - {*used.tolist()})
+        used = torch.stack([part.targets.flatten().bincount(minlength=classes) for part in parts]).sum(0)
+        if unused := (used == 0).nonzero()[:, 0].tolist():
             warnings.warn(
                 f"{name}: class numbers go up to {classes - 1}, so networks have {classes} outputs, but {len(unused)} "
                 f"of them ({listed(unused)}) are no target; number the classes from 0, as np.unique(y, "
