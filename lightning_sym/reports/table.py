@@ -153,7 +153,7 @@ class RunResults:
             console.print(Padding(note.lstrip(), (0, 0, 0, indent), expand=False), highlight=False)
         places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
         for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
-            console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)
+            console.print(f"  {what:8}{place}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _unit(name: str, units: Mapping[str, str]) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_sym.reports import ResultTable, RunResults
-from lightning_sym.reports.cells import averages, counted, cut_middle, finite, grouped, spread_cell, text_table
+from lightning_sym.reports.cells import averages, bold, counted, cut_middle, finite, grouped, spread_cell, text_table
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
 
@@ -92,6 +92,17 @@ def test_final_numbers_have_the_units_of_the_columns_that_they_are_of():
     assert ending.rows == [{"number": n, "value": None if n == "val_loss" else value} for n, value in numbers.items()]
     assert ending.units == {"barrier/test_loss/line": "nats above the line", "val_loss": "nats", "R/kept": "unitless"}
     assert ending.about == {"headline": "R/kept"}
+
+
+def test_names_with_brackets_and_paths_are_printed_as_they_are():
+    rows = [{"na[i]me": "run[red]", "value": "[/tmp]"}]
+    results = RunResults([ResultTable("t", "of [b]", rows)], places={"table": Path("out[bold]", "t.csv")})
+    text = printed(lambda console: results.show(console, Path("[i]a"), Path("[i]b")))
+    for name in ("na[i]me", "run[red]", "[/tmp]", "of [b]", "out[bold]/t.csv", "--logdir [i]b"):
+        assert name in text
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    console.print(text_table("", ["a"], [[bold("b[i]")], ["c"]]))
+    assert "\x1b[1mb[i]" in console.file.getvalue()
 
 
 def test_notes_are_wrapped_and_stay_indented():
