@@ -607,12 +607,16 @@ def _section(settings: Any, name: str) -> dict[str, Any]:
 
 def _load_checkpoint(path: str) -> dict[str, Any]:
     try:
-        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+        content = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
     except Exception as error:  # the bytes of another file can raise any error
         said = other_format(Path(path), TORCH) or f"{path} is damaged, or no checkpoint of lightning-sym."
         raise ValueError(said) from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
+    checkpoint: dict[str, Any] = content if isinstance(content, dict) else {}
+    if missing := next((name for name in ("state_dict", "pytorch-lightning_version") if name not in checkpoint), None):
+        raise ValueError(
+            f"{path} is no checkpoint of Lightning: it has no {missing}; give one that fit wrote (lightning-sym import "
+            "reads weights alone)."
+        )
     return checkpoint
