@@ -402,6 +402,18 @@ class ImageDataModule(InMemoryDataModule):
             ``max_samples`` keeps the first ones.
         """
 
+    def _loaded(self) -> tuple[LabelledImages, LabelledImages]:
+        """Return what :meth:`load` returned, with tensors instead of arrays."""
+        found: Any = self.load()
+        parts = found if isinstance(found, tuple | list) and len(found) == 2 else ()
+        if not parts or not all(isinstance(part, tuple | list) and len(part) == 2 for part in parts):
+            raise ValueError(
+                f"{type(self).__name__}.load must return training and test data, each a pair (images, labels), as "
+                "LabelledImages(images, labels), LabelledImages(images, labels)."
+            )
+        train, test = (LabelledImages(*map(torch.as_tensor, part)) for part in parts)
+        return train, test
+
     @property
     def transforms(self) -> tuple[ImageTransform, ...]:
         """The transforms, in order of application."""
@@ -418,7 +430,7 @@ class ImageDataModule(InMemoryDataModule):
             ValueError: If the data do not have the declared shape and classes, if a split is empty, or if a channel is
                 constant and ``std`` is not given.
         """
-        train, test = self.load()
+        train, test = self._loaded()
         for name, part in (("train", train), ("test", test)):
             self._check(part, f"the {name} images of the source", self.source_shape, self.source_classes)
         for transform in self._transforms:

@@ -156,7 +156,13 @@ class TensorDataModule(InMemoryDataModule):
 
     def make_splits(self) -> tuple[Mapping[DataSplit, LabelledInputs], tuple[list[float], list[float]] | None]:
         """Load and split the data, and set the attributes that describe them."""
-        given = dict(zip(("train", "val", "test"), self.load(), strict=True))
+        loaded: Any = self.load()
+        if not (isinstance(loaded, tuple | list) and len(loaded) == 3 and loaded[0] is not None):
+            raise ValueError(
+                f"{type(self).__name__}.load must return training, validation and test data, each a pair (inputs, "
+                "targets); None for validation or test data to hold out of the training data."
+            )
+        given = dict(zip(("train", "val", "test"), loaded, strict=True))
         parts = {name: _as_split(part, self._where(name)) for name, part in given.items() if part is not None}
         train = parts.pop("train")
         for name, part in parts.items():
