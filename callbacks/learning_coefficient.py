@@ -8,7 +8,7 @@ from pytorch_lightning import LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks._checks import loss_of
 from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite
@@ -107,7 +107,7 @@ class LearningCoefficient(TrainingMonitor):
         super().__init__(often, None, members, network, dirpath, prefix)
         check_integers(3, optional=True, chains=chains)
         check_integers(8, steps=steps)
-        check_integers(0, seed=seed)
+        check_seeds(seed=seed)
         if burn_in is not None and not steps <= 2 * burn_in + 1 <= 2 * steps:
             raise ValueError(f"burn_in must be at least half of steps={steps} and less than all, got {burn_in!r}.")
         optional = {"inverse_temperature": inverse_temperature, "step": step}

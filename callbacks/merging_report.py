@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_seeds
 from lightning_sym._distributed import summed
 from lightning_sym._random import generator
 from lightning_sym.callbacks.report import RunReport
@@ -96,6 +97,7 @@ class MergingReport(RunReport):
                     f"methods: {name} has no setting {unknown[0]}; it has "
                     f"{', '.join([*method.per_model, *method.shared]) or 'none'}."
                 )
+        check_seeds(seed=seed)
         self.seed = seed
         super().__init__(dirpath)
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from pytorch_lightning import Trainer
 
-from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym._checks import check_integers, check_numbers, check_seeds, check_words
 from lightning_sym.callbacks.equivalence_report import first_inputs
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
@@ -68,7 +68,8 @@ class WalkReport(RunReport):
     ) -> None:
         super().__init__(dirpath)
         check_integers(steps=steps, inputs=inputs)
-        check_integers(0, chains=chains, seed=seed)
+        check_integers(0, chains=chains)
+        check_seeds(seed=seed)
         check_numbers("> 0", step_size=step_size, temperature=temperature)
         check_words(("direction", direction, ("carried", "random")))
         self.steps = steps

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from pytorch_lightning import Trainer
 
+from lightning_sym._checks import check_seeds
 from lightning_sym._random import generator
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ZooWeightsDataModule
@@ -40,6 +41,7 @@ class WeightRegressionReport(RunReport):
     data_type = ZooWeightsDataModule
 
     def __init__(self, seed: int = 0, dirpath: str | None = None) -> None:
+        check_seeds(seed=seed)
         self.seed = seed
         super().__init__(dirpath)
 

@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._loading import LoadsTrusted
 from lightning_sym._random import generator
 from lightning_sym.datamodules.loader import (
@@ -140,6 +140,7 @@ class InMemoryDataModule(InputDataModule):
     def __init__(self, batch_size: int, eval_batch_size: int, data_seed: int) -> None:
         super().__init__()
         check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_seeds(data_seed=data_seed)
         # With more processes than evaluation inputs, some processes evaluate no input.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._batch_size, self._eval_batch_size, self._data_seed = batch_size, eval_batch_size, data_seed
@@ -401,6 +402,18 @@ class ImageDataModule(InMemoryDataModule):
             ``max_samples`` keeps the first ones.
         """
 
+    def _loaded(self) -> tuple[LabelledImages, LabelledImages]:
+        """Return what :meth:`load` returned, with tensors instead of arrays."""
+        found: Any = self.load()
+        parts = found if isinstance(found, tuple | list) and len(found) == 2 else ()
+        if not parts or not all(isinstance(part, tuple | list) and len(part) == 2 for part in parts):
+            raise ValueError(
+                f"{type(self).__name__}.load must return training and test data, each a pair (images, labels), as "
+                "LabelledImages(images, labels), LabelledImages(images, labels)."
+            )
+        train, test = (LabelledImages(*map(torch.as_tensor, part)) for part in parts)
+        return train, test
+
     @property
     def transforms(self) -> tuple[ImageTransform, ...]:
         """The transforms, in order of application."""
@@ -417,7 +430,7 @@ class ImageDataModule(InMemoryDataModule):
             ValueError: If the data do not have the declared shape and classes, if a split is empty, or if a channel is
                 constant and ``std`` is not given.
         """
-        train, test = self.load()
+        train, test = self._loaded()
         for name, part in (("train", train), ("test", test)):
             self._check(part, f"the {name} images of the source", self.source_shape, self.source_classes)
         for transform in self._transforms:

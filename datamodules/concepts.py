@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_seeds
 from lightning_sym._random import generator
 from lightning_sym.datamodules.base import ImageDataModule, LabelledImages
 from lightning_sym.datamodules.loader import EpochLoader
@@ -135,7 +135,7 @@ class ConceptsDataModule(ImageDataModule):
         max_samples: int | None = None,
         data_seed: int = 0,
     ) -> None:
-        check_integers(0, concept_seed=concept_seed)
+        check_seeds(concept_seed=concept_seed)
         check_integers(copies=copies)
         self._concept_seed, self._copies = concept_seed, copies
         super().__init__(

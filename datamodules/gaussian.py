@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, is_integer
+from lightning_sym._checks import check_integers, check_seeds, is_integer
 from lightning_sym._random import generator
 from lightning_sym.datamodules.base import InputDataModule
 from lightning_sym.datamodules.loader import EpochLoader, too_large_batch
@@ -128,6 +128,7 @@ class GaussianInputsDataModule(InputDataModule):
         check_integers(samples=samples, test_samples=test_samples, num_classes=num_classes)
         check_integers(batch_size=batch_size, eval_batch_size=eval_batch_size)
         check_integers(0, val_samples=val_samples)
+        check_seeds(data_seed=data_seed)
         if batch_size > samples:
             raise ValueError(too_large_batch(batch_size, 1, samples))
         self.allow_zero_length_dataloader_with_multiple_devices = True

@@ -1,7 +1,9 @@
 """Your own data: tensors in memory or in a file, and torch data sets."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from numbers import Number
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -15,7 +17,7 @@ from lightning_sym._random import generator
 from lightning_sym._text import name_of_callable
 from lightning_sym.datamodules.base import DataSplit, InMemoryDataModule, LabelledInputs
 from lightning_sym.datamodules.loader import Augmentation, augmented, check_tensors, too_large_batch
-from lightning_sym.weights import check_dense, read_weights
+from lightning_sym.weights import check_dense, listed, read_weights
 
 Pair: TypeAlias = tuple[Any, Any]
 # Networks have weights for each class or token: larger numbers without that many targets are probably mistakes.
@@ -154,7 +156,13 @@ class TensorDataModule(InMemoryDataModule):
 
     def make_splits(self) -> tuple[Mapping[DataSplit, LabelledInputs], tuple[list[float], list[float]] | None]:
         """Load and split the data, and set the attributes that describe them."""
-        given = dict(zip(("train", "val", "test"), self.load(), strict=True))
+        loaded: Any = self.load()
+        if not (isinstance(loaded, tuple | list) and len(loaded) == 3 and loaded[0] is not None):
+            raise ValueError(
+                f"{type(self).__name__}.load must return training, validation and test data, each a pair (inputs, "
+                "targets); None for validation or test data to hold out of the training data."
+            )
+        given = dict(zip(("train", "val", "test"), loaded, strict=True))
         parts = {name: _as_split(part, self._where(name)) for name, part in given.items() if part is not None}
         train = parts.pop("train")
         for name, part in parts.items():
@@ -176,7 +184,7 @@ class TensorDataModule(InMemoryDataModule):
         }
         if self._batch_size > len(splits["train"].inputs):
             raise ValueError(too_large_batch(self._batch_size, 1, len(splits["train"].inputs)))
-        self._describe(list(splits.values()))
+        self._describe(list(whole.values()))  # a smaller part has the same networks
         return splits, self._choose_statistics(splits["train"].inputs)
 
     def _where(self, split: str) -> str:
@@ -207,7 +215,7 @@ class TensorDataModule(InMemoryDataModule):
             if (least := min(int(part.targets.min()) for part in parts)) < 0:
                 raise ValueError(f"{type(self).__name__}: class numbers must be >= 0, got {least}.")
             classes = max(int(part.targets.max()) for part in parts) + 1
-            self._check_classes(classes, sum(part.targets.numel() for part in parts))
+            self._check_classes(classes, parts)
         if self._given_classes is not None and self._given_classes < classes and not self.regression:
             raise ValueError(
                 f"{type(self).__name__}: num_classes {self._given_classes} is too small for class number {classes - 1}."
@@ -227,9 +235,9 @@ class TensorDataModule(InMemoryDataModule):
                     "tokens from 0, or pass floats if the inputs are values."
                 )
 
-    def _check_classes(self, classes: int, count: int) -> None:
-        """Check that the class numbers, with largest number ``classes - 1``, are plausible."""
-        name = type(self).__name__
+    def _check_classes(self, classes: int, parts: list[LabelledInputs]) -> None:
+        """Check that the class numbers, with largest number ``classes - 1``, are plausible; warn of unused ones."""
+        name, count = type(self).__name__, sum(part.targets.numel() for part in parts)
         if (self._given_classes or classes) < 2:
             raise ValueError(
                 f"{name}: all targets are class 0; pass class numbers of at "
@@ -239,6 +247,16 @@ class TensorDataModule(InMemoryDataModule):
             raise ValueError(
                 f"{name}: class numbers go up to {classes - 1}, but there are {count} targets; number the classes from "
                 "0, pass floats for regression, or set num_classes."
+            )
+        if self._given_classes is not None or (parts[0].targets.ndim > 1 and not parts[0].inputs.is_floating_point()):
+            return  # sequences of tokens need not contain all tokens
+        used = torch.stack([part.targets.flatten().bincount(minlength=classes) for part in parts]).sum(0)
+        if unused := (used == 0).nonzero()[:, 0].tolist():
+            warnings.warn(
+                f"{name}: class numbers go up to {classes - 1}, so networks have {classes} outputs, but {len(unused)} "
+                f"of them ({listed(unused)}) are no target; number the classes from 0, as np.unique(y, "
+                f"return_inverse=True)[1] does, or set num_classes to {classes} to keep them.",
+                stacklevel=2,
             )
 
     def _choose_statistics(self, inputs: Tensor) -> tuple[list[float], list[float]] | None:
@@ -431,16 +449,15 @@ def _stacked(dataset: Any, split: str) -> Pair:
     items = iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, range(len(dataset)))
     columns: tuple[list[Tensor], list[Tensor]] = [], []
     for number, item in enumerate(_read_items(items, split)):
-        try:
-            if isinstance(item, Tensor | np.ndarray):  # an input alone, whose first axis may be of two
-                raise TypeError
-            for column, part in zip(columns, item, strict=True):
-                column.append(_tensor(part))
-        except (TypeError, ValueError):
+        where = f"Item {number} of the data set for {split}"
+        if not (isinstance(item, tuple | list) and len(item) == 2 and all(map(_is_data, item))):
             raise TypeError(
-                f"Item {number} of the data set for {split} must be a pair (input, target) of tensors, arrays or "
-                f"numbers, got {_kinds(item)}; give the data set a transform that makes it one."
-            ) from None
+                f"{where} must be a pair (input, target) of tensors, arrays or numbers, got {_kinds(item)}; give the "
+                "data set a transform that makes it one."
+            )
+        for column, name, part in zip(columns, ("input", "target"), item, strict=True):
+            column.append(_tensor(part, f"{where}: {name}"))
+            check_dense(column[-1], name, where)
     for name, column in zip(("inputs", "targets"), columns, strict=True):
         shapes = sorted({tuple(part.shape) for part in column})
         if not shapes:
@@ -465,6 +482,11 @@ def _read_items(items: Iterable[Any], split: str) -> Iterator[Any]:
                 "the data set, or leave this item out."
             ) from error
         yield item
+
+
+def _is_data(part: object) -> bool:
+    """Return whether a value can hold numbers: a number, a name, a sequence, an array, a tensor or an image of PIL."""
+    return isinstance(part, Number | Sequence) or hasattr(part, "__array__") or hasattr(part, "getbands")
 
 
 def _kinds(item: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._random import generator
 
 Split: TypeAlias = Literal["train", "test"]
@@ -119,8 +119,8 @@ class Rotated(ImageTransform):
     def __init__(self, max_angle: float = 180.0, train_seed: int = 1, test_seed: int = 0) -> None:
         check_numbers("in (0, 180]", max_angle=max_angle)
         self.max_angle = max_angle
-        self.train_seed = train_seed
-        self.test_seed = test_seed
+        check_seeds(train_seed=train_seed, test_seed=test_seed)
+        self.train_seed, self.test_seed = train_seed, test_seed
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
         """Return the rotated images and the same labels; see :class:`ImageTransform`."""
@@ -150,8 +150,8 @@ class Translated(ImageTransform):
     def __init__(self, max_shift: float = 8.0, train_seed: int = 1, test_seed: int = 0) -> None:
         check_numbers("> 0", max_shift=max_shift)
         self.max_shift = max_shift
-        self.train_seed = train_seed
-        self.test_seed = test_seed
+        check_seeds(train_seed=train_seed, test_seed=test_seed)
+        self.train_seed, self.test_seed = train_seed, test_seed
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:
         """Return the translated images and the same labels; see :class:`ImageTransform`."""
@@ -205,8 +205,8 @@ class Quadrant(ImageTransform):
         self.target = target
         self.num_classes = num_classes
         self.size = size
-        self.train_seed = train_seed
-        self.test_seed = test_seed
+        check_seeds(train_seed=train_seed, test_seed=test_seed)
+        self.train_seed, self.test_seed = train_seed, test_seed
         self.jitter = jitter
 
     def __call__(self, images: Tensor, labels: Tensor, split: Split) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """Checkpoints as files and folders: what is where, and whether a result can be written. Needs no torch."""
 
+import codecs
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import re
 import sys
+import zipfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,14 @@ CONFIGURATION = "config.json"
 MANIFEST = "manifest.json"  # of a zoo
 # Files of a reparametrized checkpoint beside its weights.
 ELEMENT, HISTORY, REPORT = "element.safetensors", "history.csv", "report.json"
+TORCH, SAFETENSORS = "a file of torch.save", "a file of safetensors"
+# Signatures of other formats, their names, and the remedies.
+_FORMATS: dict[bytes, tuple[str, str]] = {
+    b"\x93NUMPY": ("an array of numpy", "save tensors by name with torch.save"),
+    b"\x89HDF": ("a file of HDF5, as of Keras", "save tensors by name with torch.save"),
+    b"GGUF": ("a file of GGUF, for llama.cpp", "pass the safetensors that it was made from"),
+    b"version https://git-lfs": ("a pointer of Git LFS", "fetch the file itself with git lfs pull"),
+}
 _ADAPTER = "adapter_config.json"
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -48,6 +58,49 @@ class Found:
     def is_adapter(self) -> bool:
         """Whether it is an adapter alone, without its model."""
         return self.file.parent == self.adapter
+
+
+def other_format(file: Path, expected: str) -> str:
+    """Return the sentence about a file of another format than the expected one; empty if it is of none that is known.
+
+    Args:
+        file: The file; only its beginning and the names in an archive are read.
+        expected: :data:`TORCH` or :data:`SAFETENSORS`.
+    """
+    kind, remedy = _format(file)
+    return f"{file} is {kind}, not {expected}; {remedy}." if kind not in ("", expected) else ""
+
+
+def _format(file: Path) -> tuple[str, str]:
+    """Return the format of a file, and what to do where another one is expected; empty if it is not known."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(4096)
+    if size == 0:
+        return "empty", "fetch or write it again"
+    for sign, found in _FORMATS.items():
+        if start.startswith(sign):
+            return found
+    if int.from_bytes(start[:8], "little") <= size - 8 and start[8:9] == b"{":
+        return SAFETENSORS, "give it the ending .safetensors"
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+        if any(name.endswith("data.pkl") for name in names):
+            return TORCH, "give it the ending .pt"
+        arrays = bool(names) and all(name.endswith(".npy") for name in names)
+        return "an archive of numpy's arrays (.npz)" if arrays else "a zip archive of other files", (
+            "save tensors by name with torch.save"
+        )
+    if re.match(rb"\x80[\x02-\x05]", start):
+        return TORCH, "give it the ending .pt"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # a character may be cut
+    except UnicodeDecodeError:
+        return "", ""
+    if re.match(rb"\s*<(!doctype|html)", start, re.IGNORECASE):
+        return "a web page", "download the file itself"
+    return ("", "") if b"\0" in start else ("text", "pass the file of the weights")
 
 
 def locate(path: str | Path) -> Found:

@@ -61,7 +61,13 @@ def html_table(title: str, rows: Sequence[Mapping[str, Any]], units: Mapping[str
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
 
 
+def python_number(value: Any) -> Any:
+    """Return numbers of numpy and torch as those of Python, and other values unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _cell(value: object) -> str:
+    value = python_number(value)
     if isinstance(value, float):
         return f'<td style="text-align: right">{value:.4g}</td>'
     return f"<td>{'' if value is None else html.escape(without_wrappers(str(value)))}</td>"

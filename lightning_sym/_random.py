@@ -5,6 +5,7 @@ generator with keys for their purpose, for example ``generator("order", member_s
 """
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,8 @@ def derive_seed(*keys: str | int) -> int:
     Returns:
         An integer in ``[0, 2**63)``, the same on every platform.
     """
-    text = "\x1f".join(f"{type(key).__name__}:{key}" for key in keys)
+    plain = (key if isinstance(key, str | bool) else operator.index(key) for key in keys)  # also integers of numpy
+    text = "\x1f".join(f"{type(key).__name__}:{key}" for key in plain)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 

@@ -36,7 +36,7 @@ class FinishedRun:
         folder: Its folder.
         settings: Its settings by dotted option, as on the command line, with classes by the last part of their name.
             Includes seeds, but not paths of files.
-        numbers: Final numbers of its reports, by name, with the main one first.
+        numbers: Final numbers of its reports, by name, with the main one first; NaN for those that are not finite.
         logged: The last value of each quantity in ``metrics.csv``, by name.
         units: Known units of numbers, by name.
         members: Seeds of the members of its zoo; empty if it has none.
@@ -127,7 +127,9 @@ def _read_run(folder: Path, name: str) -> FinishedRun:
             f"fit --config {shlex.quote(str(folder / CONFIG))} {options}), or leave it out."
         )
     try:
-        numbers = {row["number"]: float(row["value"]) for row in final.get("rows", []) if row["value"] is not None}
+        numbers = {
+            row["number"]: math.nan if row["value"] is None else float(row["value"]) for row in final.get("rows", [])
+        }
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); expected a table of results.") from None
     headline = final.get("headline")

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import t as student
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, check_seeds
 
 _LARGEST_BLOCK = 2**22  # weights in memory at once: 32 MiB
 
@@ -92,6 +92,7 @@ def bootstrap_over_models(
     models, ends, table = _check(pairs, values)
     check_numbers("in (0, 1)", level=level)
     check_integers(samples=samples)
+    check_seeds(seed=seed)
     mean = table.mean(0)
     nowhere = np.full_like(mean, np.nan)
     std = table.std(0, ddof=1) if len(table) > 1 else nowhere

@@ -1,5 +1,6 @@
 """Ensembles of networks: the cyclical learning rate of fast geometric ensembling, and scores of predictions."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,8 @@ class EnsembleScores:
         variance: Mean Brier score of the members less that of the ensemble, equal to the mean squared distance of the
             members' probabilities from their mean. Shape ``[M]``.
         disagreements: Fraction of samples that two members assign to different classes. Shape ``[M, M]``.
-        divergences: Mean over samples of :math:`\mathrm{KL}(p_a \Vert p_b)`, nats. Shape ``[M, M]``.
+        divergences: Mean over samples of :math:`\mathrm{KL}(p_a \Vert p_b)`, nats; infinite where ``b`` excludes what
+            ``a`` allows. Shape ``[M, M]``.
         samples: Number of samples, over all ranks.
         bins: Number of bins of the calibration error.
     """
@@ -133,13 +135,16 @@ def log_probabilities(
         Logarithms of the probabilities ``[M, N, C]``, float64, and the labels ``[N]``, int64; on the CPU.
 
     Raises:
-        ValueError: If there are no networks, outputs are not logits ``[B, C]``, labels are not integers ``[B]``, or the
-            data change between passes.
+        ValueError: If there are no networks, outputs are not finite logits ``[B, C]`` of the same classes, labels are
+            not integers ``[B]``, or the data change between passes.
 
     Note:
         Takes ``8 M N C`` bytes.
     """
-    found, labels = [], None
+    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):  # a Sequential has many layers
+        raise ValueError(f"networks must be several networks, got one {type(networks).__name__}; pass a list.")
+    found: list[Tensor] = []
+    labels = None
     for network in networks:
         if recalibration_data is not None and batch_norms(network):
             recalibrate_batch_norm(network, recalibration_data)
@@ -151,6 +156,10 @@ def log_probabilities(
             raise ValueError(
                 "The data change between passes; pass a list, or a loader that neither shuffles nor drops samples."
             )
+        if found[-1].shape != found[0].shape:
+            raise ValueError(
+                f"Networks of an ensemble must have the same classes, got {found[0].shape[1]} and {found[-1].shape[1]}."
+            )
         labels = own
     if labels is None:
         raise ValueError("networks must have at least one network, got none.")
@@ -158,6 +167,8 @@ def log_probabilities(
 
 
 def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise ValueError(f"Batches must be pairs of inputs and labels, got {type(batch).__name__}.")
     inputs, labels = batch
     outputs = network(moved(inputs, device_of(network)))
     logits = isinstance(outputs, Tensor) and outputs.ndim == 2
@@ -167,6 +178,8 @@ def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             f"An ensemble needs classifiers with logits [B, C] and integer labels [B], got outputs {got} and "
             f"labels {list(labels.shape)} of {labels.dtype}."
         )
+    if not outputs.isfinite().all():
+        raise ValueError("A network of the ensemble has outputs that are not finite; leave it out.")
     return outputs.cpu().double().log_softmax(1), labels.cpu().long()
 
 
@@ -182,7 +195,8 @@ def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15
         bins: Number of confidence bins of equal width for the calibration error. >= 1.
 
     Raises:
-        ValueError: If shapes do not match, probabilities do not sum to 1, or there are no samples.
+        ValueError: If shapes do not match, labels are no classes, probabilities do not sum to 1, or there are no
+            samples.
 
     References:
         Krogh, Vedelsby (1995), "Neural Network Ensembles, Cross Validation, and Active Learning", for the ambiguity;
@@ -200,13 +214,15 @@ def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15
             "log_probabilities must have shape [M, N, C], M >= 1, and labels [N], got "
             f"{list(log_probabilities.shape)} and {list(labels.shape)}."
         )
-    members = len(log_probabilities)
+    members, _, classes = log_probabilities.shape
+    if labels.is_floating_point() or not ((labels >= 0) & (labels < classes)).all():
+        raise ValueError(f"labels must be integers from 0 to {classes - 1}; leave out samples without a class.")
     sums = torch.zeros(3 * members, 4, dtype=torch.float64)  # single members, ensembles, ambiguities
     binned = torch.zeros(2 * members, bins, 3, dtype=torch.float64)
     pairs = torch.zeros(2, members, members, dtype=torch.float64)
     for start in range(0, len(labels), _CHUNK):
         part = slice(start, start + _CHUNK)
-        _add(log_probabilities[:, part].cpu().double(), labels[part].cpu(), sums, binned, pairs)
+        _add(log_probabilities[:, part].cpu().double(), labels[part].cpu().long(), sums, binned, pairs)
     count = torch.tensor([len(labels)], dtype=torch.float64)
     sums, binned, pairs, count = (sum(parts) for parts in zip(*gathered((sums, binned, pairs, count)), strict=True))
     samples = int(count)
@@ -255,9 +271,10 @@ def _add(logs: Tensor, labels: Tensor, sums: Tensor, binned: Tensor, pairs: Tens
         found = torch.bincount(places.flatten(), values.flatten(), minlength=len(every) * bins)
         binned[..., column] += found.view(len(every), bins)
     pairs[0] += torch.stack([(predicted[:members] != own).sum(1) for own in predicted[:members]])
-    flat = probabilities[:members].flatten(1)
-    entropies = (flat * logs.flatten(1)).sum(1, keepdim=True)
-    pairs[1] += (entropies - flat @ logs.flatten(1).T).fill_diagonal_(0)  # exact zeros
+    flat, zero = probabilities[:members].flatten(1), logs.flatten(1).isneginf()
+    known = logs.flatten(1).masked_fill(zero, 0)  # 0 log 0 = 0
+    crossed = (flat @ known.T).masked_fill(flat @ zero.double().T > 0, -math.inf)
+    pairs[1] += ((flat * known).sum(1, keepdim=True) - crossed).fill_diagonal_(0)  # exact zeros
 
 
 def _scores(means: Tensor, binned: Tensor, samples: int) -> Scores:

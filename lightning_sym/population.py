@@ -55,7 +55,8 @@ class Population(nn.Module, ABC):
         numbers: The members' indices, which are their seeds. Distinct, at least one.
 
     Raises:
-        ValueError: If ``numbers`` is empty or has duplicates.
+        ValueError: If ``numbers`` is empty or has duplicates, or members are not modules, share a trained tensor or,
+            under vmap, have different architectures.
     """
 
     def __init__(self, network: Network | Callable[[int], nn.Module], numbers: Sequence[int]) -> None:
@@ -70,7 +71,10 @@ class Population(nn.Module, ABC):
     def _made(self, number: int) -> nn.Module:
         """Make a member on the CPU, whatever device Lightning is at: random numbers differ between devices."""
         with torch.device("cpu"):
-            return self._make(number)
+            made = self._make(number)
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"Member {number} must be a module, got {type(made).__name__}; return one (make_member).")
+        return made
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -195,6 +199,22 @@ class Population(nn.Module, ABC):
             ) from None
 
 
+def _difference(first: nn.Module, other: nn.Module) -> str:
+    """Return the first difference between two members that a vectorised call would ignore; empty if there is none."""
+    modules, others = dict(first.named_modules()), dict(other.named_modules())
+    if modules.keys() != others.keys():
+        return f"their modules, as {min(modules.keys() ^ others.keys())}"
+    for name, module in modules.items():
+        if type(module) is not type(others[name]) or module.extra_repr() != others[name].extra_repr():
+            return f"the module {name}" if name else "their class or its description"
+    held = dict((*other.named_parameters(), *other.named_buffers()))
+    for name, tensor in (*first.named_parameters(), *first.named_buffers()):
+        found = held.get(name)
+        if found is None or found.shape != tensor.shape:
+            return f"the shape of {name}"
+    return ""
+
+
 class LoopPopulation(Population):
     """Runs one member after another; a member's numbers are bitwise those of training it alone.
 
@@ -213,6 +233,14 @@ class LoopPopulation(Population):
         super().__init__(network, numbers)
         self.channels_last = channels_last
         self.members = nn.ModuleDict({_key(number): self._made(number) for number in self.numbers})
+        owners: dict[Tensor, int] = {}
+        for number, member in zip(self.numbers, self.members.values(), strict=True):
+            for name, parameter in member.named_parameters():
+                if parameter.requires_grad and owners.setdefault(parameter, number) != number:
+                    raise ValueError(
+                        f"Members {owners[parameter]} and {number} train one tensor, {name}, and are not independent; "
+                        "return a new module for each member (copy.deepcopy)."
+                    )
         if channels_last:
             self.members.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -342,6 +370,12 @@ class VmapPopulation(Population):
         super().__init__(network, numbers)
         members = [self._made(number) for number in self.numbers]
         first = members[0]
+        for number, member in zip(self.numbers, members, strict=True):
+            if difference := _difference(first, member):
+                raise ValueError(
+                    f"Under vmap all members run the modules of the first, but members {self.numbers[0]} and {number} "
+                    f'differ in {difference}; keep what differs in a buffer, or set execution to "loop".'
+                )
         # In a tuple, so that it is not a submodule: only the stacked tensors are parameters of the population.
         self._skeleton = (copy.deepcopy(first).to("meta"),)
         # The network's state dict: without non-persistent buffers, with all names of tied tensors.

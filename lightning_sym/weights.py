@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightning_sym._checkpoint_files import SAFETENSORS, TORCH, other_format
 from lightning_sym.networks import Network, WrappedNetwork
 from lightning_sym.symmetry.files import read_index
 
@@ -54,7 +55,8 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
         try:
             return dict(load_file(file))
         except SafetensorError as error:
-            raise ValueError(f"{file} is damaged, or no safetensors file ({error}).") from None
+            said = other_format(file, SAFETENSORS) or f"{file} is damaged, or no safetensors file ({error})."
+            raise ValueError(said) from None
     try:
         with warnings.catch_warnings():  # about pickles not from torch.save, and sparse tensors: reported below
             warnings.simplefilter("ignore")
@@ -72,7 +74,8 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
     except Exception as error:  # any error of the unpickler on foreign bytes
         if isinstance(error, pickle.UnpicklingError) and _is_whole(file):
             raise ValueError(_more_than_tensors(file, str(error))) from None
-        raise ValueError(f"{file} is damaged or truncated, or no file of torch.save.") from None
+        said = other_format(file, TORCH) or f"{file} is damaged or truncated, or no file of torch.save."
+        raise ValueError(said) from None
     return flat_weights(content, str(file))
 
 
@@ -215,8 +218,14 @@ class Fit:
 def fit_weights(
     tensors: Mapping[str, Tensor], network: nn.Module, *, prefix: str | None = None, source: str = "The state dict"
 ) -> dict[str, Tensor]:
-    """Match tensors to a network's parameters and buffers, under its own names, as :func:`match_weights` does."""
-    return dict(match_weights(tensors, network, prefix=prefix, source=source).tensors)
+    """Match tensors to a network's parameters and buffers, under its own names, as :func:`match_weights` does.
+
+    The choice of a prefix is a warning.
+    """
+    fit = match_weights(tensors, network, prefix=prefix, source=source)
+    for note in fit.notes:
+        warnings.warn(f"{note}.", stacklevel=2)
+    return dict(fit.tensors)
 
 
 def match_weights(
@@ -237,8 +246,8 @@ def match_weights(
             their names anywhere. Batch counts (``num_batches_tracked``) may be missing, as may all but one name of
             tied weights, as in safetensors.
         network: The network; not changed.
-        prefix: The prefix. None: the only one that fits; with ``ignore``, the only one that is not named after an
-            average of weights (``model.`` before ``model_ema.``), with a note.
+        prefix: The prefix. None: the only one that fits, or the only one of these that is not named after an average
+            of weights (``model.`` before ``model_ema.``), with a note.
         source: Source of the tensors, for messages.
         ignore: Patterns of names, in the file or the network, of tensors that may be surplus or missing. A missing one
             keeps the network's value. None: no tensor may be, and messages do not propose it.
@@ -279,7 +288,7 @@ def match_weights(
     if len(fitting) > 1:
         starts = ", ".join(repr(one.start) for one in fitting)
         plain = [one for one in fitting if not _AVERAGE.search(one.start)]
-        if ignore is None or len(plain) != 1:
+        if len(plain) != 1:
             raise ValueError(
                 f"{source} holds weights of {kind} under several prefixes ({starts}); choose one as prefix (--prefix)."
             )
@@ -471,11 +480,11 @@ def _surplus(tensors: Mapping[str, Tensor], module: nn.Module, names: _Names, pa
     ]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first ten names in quotes, and the number of the others.
+def listed(names: Sequence[object]) -> str:
+    """Return the first ten names in quotes, or numbers, and how many there are besides.
 
     Args:
-        names: At least one name.
+        names: At least one.
     """
     more = len(names) - _LISTED
     return ", ".join(map(repr, names[:_LISTED])) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")

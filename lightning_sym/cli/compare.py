@@ -131,5 +131,5 @@ def run(asked: Asked) -> None:
     found.table.write(asked.out)
     picture = asked.out / "comparison.png"
     for file in write_figure(found.figure(), picture, asked.figures, asked.figure_size):  # type: ignore[arg-type]
-        console.print(f"  picture {file}", highlight=False, soft_wrap=True)
-    console.print(f"  table   {asked.out / 'comparison.csv'}", highlight=False, soft_wrap=True)
+        console.print(f"  picture {file}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  table   {asked.out / 'comparison.csv'}", highlight=False, markup=False, soft_wrap=True)

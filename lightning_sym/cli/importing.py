@@ -6,6 +6,7 @@ This module reads the options without importing torch.
 import json
 import os
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def _nested(node: Any) -> Any:
 
 
 def make_zoo(asked: Asked, data: Any) -> Any:
-    """Add checkpoints to a zoo, with their losses and accuracies on the data.
+    """Add checkpoints to a zoo, with their losses and accuracies on the data, and print choices that were made.
 
     Args:
         asked: Files, network and folder.
@@ -135,7 +136,7 @@ def make_zoo(asked: Asked, data: Any) -> Any:
     Returns:
         The :class:`~lightning_sym.zoo.ModelZoo`.
     """
-    from lightning_sym.weights import as_network, fit_weights, read_weights
+    from lightning_sym.weights import as_network, match_weights, read_weights
     from lightning_sym.zoo import ModelZoo
 
     name, arguments = class_of(asked.network), arguments_of(asked.network)
@@ -145,12 +146,18 @@ def make_zoo(asked: Asked, data: Any) -> Any:
         if data is not None:
             identity = data.identity()
             states = (
-                fit_weights(read_weights(file), network, prefix=asked.prefix, source=file) for file in asked.files
+                match_weights(read_weights(file), network, prefix=asked.prefix, source=file).tensors
+                for file in asked.files
             )
             metrics = [_metrics(network, state, data) for state in states]
-        return ModelZoo.add(
-            asked.out, asked.files, network=network, prefix=asked.prefix, data=identity, metrics=metrics
-        )
+        with warnings.catch_warnings(record=True) as choices:
+            warnings.simplefilter("always", UserWarning)
+            zoo = ModelZoo.add(
+                asked.out, asked.files, network=network, prefix=asked.prefix, data=identity, metrics=metrics
+            )
+    for choice in choices:
+        print(f"  {choice.message}")
+    return zoo
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from pytorch_lightning.utilities.warnings import PossibleUserWarning  # type: ig
 from safetensors.torch import save as save_safetensors
 
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
+from lightning_sym._checkpoint_files import TORCH, other_format
 from lightning_sym._claims import Claim
 from lightning_sym._documents import TooLargeError, load_yaml
 from lightning_sym._files import remove_abandoned, write_atomically
@@ -602,11 +603,16 @@ def _section(settings: Any, name: str) -> dict[str, Any]:
 
 def _load_checkpoint(path: str) -> dict[str, Any]:
     try:
-        checkpoint = torch.load(path, weights_only=True, map_location="cpu")
+        content = torch.load(path, weights_only=True, map_location="cpu")
     except OSError:
         raise
     except Exception as error:  # the bytes of another file can raise any error
-        raise ValueError(f"{path} is damaged, or no checkpoint of lightning-sym.") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict.")
+        said = other_format(Path(path), TORCH) or f"{path} is damaged, or no checkpoint of lightning-sym."
+        raise ValueError(said) from error
+    checkpoint: dict[str, Any] = content if isinstance(content, dict) else {}
+    if missing := next((name for name in ("state_dict", "pytorch-lightning_version") if name not in checkpoint), None):
+        raise ValueError(
+            f"{path} is no checkpoint of Lightning: it has no {missing}; give one that fit wrote (lightning-sym import "
+            "reads weights alone)."
+        )
     return checkpoint

@@ -403,8 +403,8 @@ def _print(asked: Asked, found: Any, results: Any) -> None:
             console.print(f"  {name}: {shown[0].units[name]}", highlight=False, markup=False)
     for note in results.notes:
         console.print(f"  {note}", highlight=False, markup=False)
-    console.print(f"  weights {found.out}", highlight=False, soft_wrap=True)
-    console.print(f"  report  {asked.report}", highlight=False, soft_wrap=True)
+    console.print(f"  weights {found.out}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"  report  {asked.report}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from lightning_sym.cli.named import missing_module
 from lightning_sym.datamodules import ImageTransform
 from lightning_sym.networks import Network, NetworkOrModule
 
+_OTHER_WEIGHTS = r"^Error\(s\) in loading state_dict for (\w+):"  # of torch
 _NO_FORWARD = r"^Trying to use forward AD with (?:aten::)?(\w+) that does not support it"
 
 
@@ -37,6 +38,11 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
         return (
             f"torch has no forward derivative of {match[1]}, which this measurement needs; choose another one, or a "
             "network without this operation."
+        )
+    if match := re.search(_OTHER_WEIGHTS, line):
+        return (
+            f"The checkpoint holds other weights than {match[1]}: {_first_difference(line)}; give the checkpoint of a "
+            "run with these settings."
         )
     if path := _foreign_class(line):
         return (
@@ -173,6 +179,16 @@ def _wrong_class(line: str, given: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _first_difference(line: str) -> str:
+    """Return the first difference between weights and a network, from torch's list of all."""
+    if match := re.search(r"(Missing|Unexpected) key\(s\) in state_dict: ((?:\"[^\"]+\",? ?)+)", line):
+        first, *others = re.findall(r'"([^"]+)"', match[2])
+        named = f"{first}{f' and {len(others)} more' if others else ''}"
+        return f"it has no {named}" if match[1] == "Missing" else f"it has {named} besides"
+    match = re.search(r"size mismatch for ([\w.]+): .*?Size\((\[.*?\])\) from .*?Size\((\[.*?\])\)", line)
+    return f"{match[1]} has shape {match[2]} instead of {match[3]}" if match else line.partition(": ")[2].rstrip(". ")
+
+
 # Names of the options that take a class of such objects.
 _ROLES = {
     "Optimizer": "optimizer; expected a class as torch.optim.SGD",
@@ -287,7 +303,7 @@ def is_expected(error: BaseException) -> bool:
         name = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
         return name.startswith("lightning_sym.") and str(error).endswith(".")
     if isinstance(error, RuntimeError):  # the first is that of a mistyped option
-        return bool(re.search(rf"^Early stopping conditioned on metric|{_NO_FORWARD}", str(error)))
+        return bool(re.search(rf"^Early stopping conditioned on metric|{_NO_FORWARD}|{_OTHER_WEIGHTS}", str(error)))
     return isinstance(error, ValueError | OSError | MisconfigurationException)
 
 

@@ -1,4 +1,4 @@
-"""Labels for people: names of measures and modules as figures print them."""
+"""Labels for people: names of measures and maps as figures print them."""
 
 import re
 from collections.abc import Sequence
@@ -9,12 +9,6 @@ _MEASURES = {"group": "Procrustes, group", "orthogonal": "Procrustes, orthogonal
 _WORDS = {"least_squares": "least squares", "procrustes": "Procrustes", "softsort": "SoftSort"}
 _GROUPS = {"euclidean": "Euclidean"}
 _KERNELS = {"linear": "linear", "max": "max", "laplace": "Laplace"}
-_LAYERS = "activation|classifier|conv|linear|norm|pool"
-_ALONE = rf"(?<![\w./-])(embedding\.)?({_LAYERS})(\d+)(?![\w.])"  # a name of this package's networks, not a longer path
-# An activation is where a network is cut; the names of this package's networks number them by layers.
-_CUTS = {"activation": "after layer"}
-_BLOCK_OUTPUT = r"(?<![\w./-])blocks\.(\d+)(?![\w.])"
-_BLOCK = r"(?<![\w./-])blocks\.(\d+)((?:\.[a-z_]\w*)*)(?![\w.])"
 
 
 def measure_label(name: str) -> str:
@@ -31,18 +25,17 @@ def measure_label(name: str) -> str:
 
 
 def readable_names(text: str) -> str:
-    """Replace names of measures and modules in a text by labels for people.
+    """Replace names of measures and maps in a text by labels for people.
 
-    ``module.`` of wrapped and compiled networks is omitted. Other words are unchanged.
+    Modules keep the names that tables and options use; ``module.`` of wrapped and compiled networks is omitted there,
+    too. Other words are unchanged.
 
     Args:
         text: Title, name of a tick or entry of a legend. Formulas, with ``$``, are unchanged.
 
     Example:
-        >>> readable_names("cka_max, module.activation1"), readable_names("blocks.3.attention.heads")
-        ('CKA, max, after layer 1', 'block 3, attention heads')
-        >>> readable_names("blocks.3")
-        'after block 3'
+        >>> readable_names("cka_max, module.activation1"), readable_names("rank(4)")
+        ('CKA, max, activation1', 'rank 4')
     """
     if "$" in text:
         return text
@@ -52,20 +45,11 @@ def readable_names(text: str) -> str:
     text = re.sub(
         r"\bgroup\(([\w.,+-]+)\)", lambda group: ", ".join(["group", *map(_option, group[1].split(","))]), text
     )
-    text = re.sub(rf"(?<![\w./-])({'|'.join(_WORDS)})(?![\w./-])", lambda word: _WORDS[word[1]], text)
-    text = re.sub(_BLOCK_OUTPUT, r"after block \1", text)
-    text = re.sub(_BLOCK, lambda block: f"block {block[1]}" + _words(block[2]), text)
-    return re.sub(
-        _ALONE, lambda name: f"{'embedding, ' if name[1] else ''}{_CUTS.get(name[2], name[2])} {name[3]}", text
-    )
+    return re.sub(rf"(?<![\w./-])({'|'.join(_WORDS)})(?![\w./-])", lambda word: _WORDS[word[1]], text)
 
 
 def _option(word: str) -> str:
     return _GROUPS.get(word, word)
-
-
-def _words(path: str) -> str:
-    return f", {path[1:].replace('.', ' ').replace('_', ' ')}" if path else ""
 
 
 def without_common_prefix(names: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ def grid_action(group: GridGroup, grid: Grid) -> Tensor:
         grid: Side of the square, or height and width.
 
     Returns:
-        The new place of each point, numbered row by row, under each element. Shape ``[4 or 8, S]``, int64.
+        The new place of each point, numbered row by row, under each element. Shape ``[4 or 8, S]``, int64, on the CPU.
 
     Raises:
         ValueError: If the group is unknown, or the grid is no square.
@@ -30,7 +30,7 @@ def grid_action(group: GridGroup, grid: Grid) -> Tensor:
     height, width = height_width(grid)
     if height != width:
         raise ValueError(f"Quarter turns move the points of a square grid, got {height}x{width}; resize the images.")
-    points = torch.arange(height * width).view(height, width)
+    points = torch.arange(height * width, device="cpu").view(height, width)
     images = [points] if group == "c4" else [points, points.mT]
     # The grid of point numbers after a turn is the inverse permutation.
     return torch.stack([torch.rot90(image, turns).flatten().argsort() for image in images for turns in range(4)])
@@ -50,8 +50,8 @@ def regular_action(table: Sequence[Sequence[int]]) -> Tensor:
     """
     size = len(table)
     if size and all(len(row) == size for row in table):
-        found = torch.tensor(table)
-        numbers = torch.arange(size)
+        found = torch.tensor(table, device="cpu")
+        numbers = torch.arange(size, device="cpu")
         latin = all((sides.sort(1).values == numbers).all() for sides in (found, found.mT))
         if latin and torch.equal(found[found], found[:, found]) and (found == numbers).all(1).any():
             return found
@@ -76,9 +76,9 @@ def orbits(*actions: Tensor) -> Tensor:
 
 
 def _checked(action: Tensor | Sequence[Sequence[int]], name: str) -> Tensor:
-    found = torch.as_tensor(action)
+    found = torch.as_tensor(action, device="cpu")  # its values count under ``torch.device("meta")`` as well
     if found.ndim != 2 or not found.numel() or not torch.equal(
-        found.sort(1).values, torch.arange(found.shape[1]).expand_as(found)
+        found.sort(1).values, torch.arange(found.shape[1], device="cpu").expand_as(found)
     ):  # fmt: skip
         raise ValueError(f"{name} of EquivariantLinear must be rows of permutations of 0 to P - 1, got {action!r}.")
     return found
@@ -152,12 +152,13 @@ class EquivariantLinear(nn.Module):
         self.out_grid = None if out_grid is None else height_width(out_grid, "out_grid", of=self)
         if self.out_grid is not None and math.prod(self.out_grid) != after.shape[1]:
             raise ValueError(f"out_grid must have the {after.shape[1]} points of out_action, got {out_grid!r}.")
-        self.register_buffer("pairs", orbits(after, before), persistent=False)
-        self.register_buffer("points", orbits(after), persistent=False)
+        pairs, points = orbits(after, before), orbits(after)
         bound = (in_channels * before.shape[1]) ** -0.5
-        weight = torch.empty(out_channels, in_channels, int(self.pairs.max()) + 1)
+        weight = torch.empty(out_channels, in_channels, int(pairs.max()) + 1)
         self.weight = nn.Parameter(nn.init.uniform_(weight, -bound, bound))
-        self.bias = nn.Parameter(torch.zeros(out_channels, int(self.points.max()) + 1))
+        self.bias = nn.Parameter(torch.zeros(out_channels, int(points.max()) + 1))
+        for name, table in (("pairs", pairs), ("points", points)):  # no state: their values are kept on meta
+            self.register_buffer(name, table if weight.is_meta else table.to(weight.device), persistent=False)
 
     def matrix(self) -> Tensor:
         """Return the weights of all pairs of points. Shape ``[C', P', C, P]``."""

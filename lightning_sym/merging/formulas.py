@@ -31,7 +31,7 @@ class Tally:
         self._gram: Tensor | None = None
         self._numbers = self._in_conflict = 0
         self._dropped: Tensor | None = None
-        self._reasons: dict[str, list[str]] = {}
+        self._reasons: dict[str, dict[str, None]] = {}
 
     @property
     def cosines(self) -> Tensor | None:
@@ -52,13 +52,13 @@ class Tally:
     def notes(self) -> tuple[str, ...]:
         """Exceptions from the formulas, each with its first tensor and the number of others."""
         return tuple(
-            f"{reason}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            f"{reason}: {next(iter(names))}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
             for reason, names in self._reasons.items()
         )
 
     def note(self, reason: str, name: str) -> None:
         """Remember an exception from a formula at a tensor."""
-        self._reasons.setdefault(reason, []).append(name or "the tensor")
+        self._reasons.setdefault(reason, {})[name or "the tensor"] = None
 
     def count(self, gram: Tensor, kept: Tensor, dropped: Tensor) -> None:
         """Add part of a tensor.

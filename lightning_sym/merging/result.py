@@ -60,6 +60,8 @@ class MergedTensors(NamedTensors):
         weights = [own["weight"].at(name, self._layers) if "weight" in own else 1.0 for own in each]
         if "t" in shared:
             weights = [1 - shared["t"], shared["t"]]
+        if min(*weights, shared.get("lambda", 0.0)) < 0:
+            self.tally.note("negative weights count as 0 in averages of statistics", name)
         positive = [max(weight, 0.0) for weight in weights]
         total = sum(positive)
         if not self._has_base:

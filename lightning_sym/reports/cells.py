@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -14,6 +15,7 @@ from lightning_sym._tags import details
 from lightning_sym._text import without_wrappers
 
 Row = Mapping[str, Any]
+_BOLD = "[bold]"
 # Default width of a terminal; the greatest length of words and lines of headings at this width.
 _WIDTH = 80
 _HEADING = 12
@@ -37,7 +39,8 @@ def text_table(
     Args:
         title: Above it.
         columns: Their headings.
-        rows: The cells of each row, which may be fewer than the columns; None for a line between two rows.
+        rows: The cells of each row, which may be fewer than the columns; None for a line between two rows. Cells are
+            plain text, except those of :func:`bold` and :func:`spread_cell`.
         whole: Headings of columns with cells on one line.
         names: How many columns are aligned left.
         compact: Whether to draw no frame, for many columns.
@@ -50,12 +53,13 @@ def text_table(
         made = Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
         for index in shown:
             justify: Literal["left", "right"] = "left" if index < names else "right"
-            made.add_column(broken_name(headings[index], heading), justify=justify, no_wrap=headings[index] in whole)
+            shown_heading = escape(broken_name(headings[index], heading))
+            made.add_column(shown_heading, justify=justify, no_wrap=headings[index] in whole)
         for cells in lines:
             if cells is None:
                 made.add_section()
             else:
-                made.add_row(*(_cut(cells[index], most) for index in shown if index < len(cells)))
+                made.add_row(*(_plain(_cut(cells[index], most)) for index in shown if index < len(cells)))
         return made
 
     everything = range(len(columns))
@@ -64,7 +68,7 @@ def text_table(
         found = Table.grid()
         for shown in _blocks(everything, names, lambda shown: _width(table(_LENGTHS[-1], shown)) <= _WIDTH):
             found.add_row(table(_LENGTHS[-1], shown))
-    found.title, found.title_justify = title, "left"
+    found.title, found.title_justify = escape(title), "left"
     return found
 
 
@@ -103,6 +107,16 @@ def broken_name(text: str, most: int) -> str:
 def _cut(cell: str, most: int) -> str:
     """Shorten the lines of a cell to at most so many characters; numbers and cells with markup stay whole."""
     return cell if "[" in cell else "\n".join(cut_middle(line, most) for line in cell.split("\n"))
+
+
+def bold(text: str) -> str:
+    """Return a bold cell."""
+    return f"{_BOLD}{escape(text)}[/bold]"
+
+
+def _plain(cell: str) -> str:
+    """Return a cell of the table: a name with brackets is no markup."""
+    return cell if cell.startswith(_BOLD) or "\\[" in cell else escape(cell)
 
 
 def cut_middle(text: str, most: int) -> str:

@@ -178,6 +178,7 @@ def compare_runs(
             f"The runs have no number{asked} in common: {a.folder} has {has[0]}; {b.folder} has {has[1]}. Choose runs "
             "or numbers (--metrics PATTERN) that go together."
         )
+    notes += _missing(groups, shared, found)
     if single := [name for name in names if name not in shared]:
         notes.append(f"in one group only, and left out: {', '.join(single[:6])}{' ...' * (len(single) > 6)}")
     rows = [row for name in shared for row in _rows(name, groups, found)]
@@ -231,12 +232,15 @@ def _numbers(runs: Sequence[FinishedRun], metrics: Sequence[str]) -> tuple[Value
     units = {name: unit for run in runs for name, unit in run.units.items()}
     if metrics:
         every = {run.name: {**run.numbers, **run.logged, **run.numbers} for run in runs}
-        return {name: {key: own[key] for key in own if _like(key, metrics)} for name, own in every.items()}, units
-    reported = {run.name: {key: run.numbers[key] for key in run.numbers if not is_detail(key)} for run in runs}
-    if all(reported.values()):
-        return reported, units
-    shown = {run.name: {key: run.logged[key] for key in run.logged if _is_result(key)} for run in runs}
-    return shown, units
+        return {name: _finite(own, lambda key: _like(key, metrics)) for name, own in every.items()}, units
+    if all(any(not is_detail(key) for key in run.numbers) for run in runs):
+        return {run.name: _finite(run.numbers, lambda key: not is_detail(key)) for run in runs}, units
+    return {run.name: _finite(run.logged, _is_result) for run in runs}, units
+
+
+def _finite(numbers: Mapping[str, float], chosen: Callable[[str], bool]) -> dict[str, float]:
+    """Return the finite numbers with a chosen name."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value) and chosen(name)}
 
 
 def _is_result(name: str) -> bool:
@@ -247,6 +251,8 @@ def _cells(runs: Sequence[FinishedRun], table: str, metrics: Sequence[str]) -> t
     """Return the numbers in a table of each run, by distinguishing values of the row and by column."""
     tables = {run.name: run.table(table) for run in runs}
     every = [found["rows"] for found in tables.values()]
+    if bare := next((run for run in runs if not tables[run.name]["rows"]), None):
+        raise ValueError(f"The table {table} of {bare.folder} has no rows; choose another one, or leave the run out.")
     columns = [name for name in (every[0][0] if every[0] else {}) if all(name in row for rows in every for row in rows)]
     count = next((n for n in range(len(columns)) if all(_unique(rows, columns[:n]) for rows in every)), None)
     if count is None:
@@ -281,7 +287,7 @@ def _different(group: RunGroup, found: Values, notes: list[str]) -> Iterator[Fin
     seen: dict[tuple[Any, ...], str] = {}
     for run in sorted(group.runs, key=lambda run: run.name):
         every = {name: value for name, value in {**run.logged, **found[run.name]}.items() if _is_result(name)}
-        first = seen.setdefault(tuple(sorted(every.items())), run.name)
+        first = seen.setdefault(tuple(sorted(every.items())), run.name) if every else run.name
         if first != run.name:
             notes.append(f"{run.name} repeats {first} to the last digit (its task uses another seed) and is left out")
         else:
@@ -296,6 +302,18 @@ def _shared_members(group: RunGroup) -> list[str]:
                 f"seeds that are {len(a.members)} apart"
             ]
     return []
+
+
+def _missing(groups: Sequence[RunGroup], names: Sequence[str], found: Values) -> list[str]:
+    """Return a sentence about each run that means leave out although its group has them: they may have diverged."""
+    notes = []
+    for group in groups:
+        known = [name for name in names if _in(group, name, found)]
+        for run in group.runs:
+            if lacking := [name for name in known if name not in found[run.name]]:
+                shown = f"{', '.join(lacking[:4])}{' ...' * (len(lacking) > 4)}"
+                notes.append(f"{run.name} has no finite {shown}: means of {group.name} leave this run out there")
+    return notes
 
 
 def _in(group: RunGroup, name: str, found: Values) -> bool:

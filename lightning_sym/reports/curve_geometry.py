@@ -13,7 +13,7 @@ from lightning_sym.connectivity import CurveShape, PointGeometry
 from lightning_sym.connectivity.curves import CurveKind
 from lightning_sym.connectivity.geometry import DIRECTIONS, TOLERANCE
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite, numeric, text_table
+from lightning_sym.reports.cells import Row, bold, finite, numeric, text_table
 from lightning_sym.reports.table import ResultTable, RunResults
 
 UNITS = {
@@ -264,7 +264,7 @@ def _shown(shapes: Shapes, title: str) -> Table:
     columns = ["t", "loss", *(f"‖Hd‖\n{name}" for name in DIRECTIONS), "top\neigenv.", "trace"]
     lines: list[list[str] | None] = []
     for name, shape in shapes.items():
-        lines.append([f"[bold]{name.first}-{name.second}[/bold]", f"[bold]{name.kind}[/bold]"])
+        lines.append([bold(f"{name.first}-{name.second}"), bold(name.kind)])
         for point in shape.points:
             norms = [point.directions.get(direction, (None,))[0] for direction in DIRECTIONS]
             numbers = [point.loss, *norms, _eigenvalue(point, 0), point.spectrum.trace]

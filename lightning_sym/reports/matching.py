@@ -14,7 +14,7 @@ from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
 from lightning_sym.connectivity import Barrier, CurveLosses
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite, numeric, picked, spread_cell, text_table, unique
+from lightning_sym.reports.cells import Row, bold, finite, numeric, picked, spread_cell, text_table, unique
 from lightning_sym.reports.paths import LOOKS, path_chart
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.reports.table import ResultTable, RunResults
@@ -353,7 +353,7 @@ def _shown(summary: Sequence[Row], title: str, loss: str | None) -> Table:
     columns = ["method", *(",\n".join(filter(None, (heading, unit))) for *_, heading, unit in shown)]
     lines: list[list[str] | None] = []
     for kind in unique(summary, "batch_norm"):
-        lines += [] if kind == NO_NORM else [[f"[bold]batch norm {kind}[/bold]"]]
+        lines += [] if kind == NO_NORM else [[bold(f"batch norm {kind}")]]
         for method in unique(summary, "method"):
             cells = [_cell(by_line[Line(method, kind, split)], name, factor) for split, name, factor, _, _ in shown]
             lines.append([_named(by_line[Line(method, kind, "test")]), *cells])

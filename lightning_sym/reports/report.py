@@ -75,7 +75,14 @@ def final_numbers(columns: Sequence[Column], rows: Sequence[Row]) -> dict[str, f
         for column in columns:
             if column.number and row.get(column.name) is not None:
                 words = {name: str(value).replace(" ", "_") for name, value in row.items()}
-                found.setdefault(tag(column.number.format_map(words)), []).append(row[column.name])
+                try:
+                    name = tag(column.number.format_map(words))
+                except KeyError as error:
+                    raise ValueError(
+                        f"The number {column.number!r} of the column {column.name} names {error}, which is no column "
+                        f"of its rows; they have {', '.join(row)}."
+                    ) from None
+                found.setdefault(name, []).append(float(row[column.name]))
     return {name: values[0] if len(values) == 1 else sum(values) / len(values) for name, values in found.items()}
 
 

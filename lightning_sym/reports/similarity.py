@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
 from lightning_sym.figures import Chart, HeatMap, Marks, Panel, measure_label, similarity_maps
-from lightning_sym.reports.cells import Row, finite, numeric, text_table, unique
+from lightning_sym.reports.cells import Row, bold, finite, numeric, text_table, unique
 from lightning_sym.reports.table import ResultTable, RunResults
 
 Pair = tuple[int, int]
@@ -296,7 +296,7 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
     columns = ["layer", "similarity", *nulls, *excess]
     lines: list[list[str] | None] = []
     for measure in unique(summary, "measure"):
-        lines.append([f"[bold]{measure}[/bold]"])
+        lines.append([bold(measure)])
         for row in [row for row in summary if row["measure"] == measure]:
             first, second = row["first_layer"], row["second_layer"]
             cells = [_number(row, "similarity", spread="zoo" not in row), *(_number(row, name) for name in nulls)]

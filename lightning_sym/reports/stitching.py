@@ -15,6 +15,7 @@ from lightning_sym._tags import details, tag
 from lightning_sym.figures import Chart, Marks, Panel, penalty_heat_map
 from lightning_sym.reports.cells import (
     Row,
+    bold,
     finite,
     grouped,
     in_points,
@@ -376,7 +377,7 @@ def _shown(summary: Sequence[Row], title: str) -> Table:
     lines: list[list[str] | None] = []
     for kind in _kinds(summary):
         rows = {(r["family"], r["place"]): r for r in summary if r["batch_norm"] in (kind, NO_NORM)}
-        lines += [] if kind == NO_NORM else [[f"[bold]{kind}[/bold]"]]
+        lines += [] if kind == NO_NORM else [[bold(kind)]]
         for family, trained in {row["family"]: row["trained"] for row in summary}.items():
             name = f"{family}{'' if trained else ' *'}"
             found = {place: numeric(rows.get((family, place), {}).get("penalty")) for place in places}

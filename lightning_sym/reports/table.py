@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lightning_sym._files import write_atomically
-from lightning_sym._notebook import Tabular, html_table
+from lightning_sym._notebook import Tabular, html_table, python_number
 from lightning_sym.reports.cells import Row, finite, text_table
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class ResultTable(Tabular):
     Attributes:
         name: The files are named for it: ``name.csv`` and ``name.json``.
         what: Short description of the rows.
-        rows: One mapping for each row, all with the same keys in the same order; None and numbers, text and booleans.
+        rows: One mapping for each row, all with the same keys in the same order; None and numbers, also of numpy or
+            torch, text and booleans.
         units: Units of the columns, by name.
         about: Seeds, settings, versions, fingerprints and other values that JSON can hold.
 
@@ -73,6 +74,8 @@ class ResultTable(Tabular):
     def write(self, folder: str | Path) -> None:
         """Write ``<name>.csv`` and, with units and all that is known about the table, ``<name>.json``.
 
+        JSON has no NaN and no infinity: they are null there. Other objects are written as text.
+
         Args:
             folder: Made if it is not there.
 
@@ -82,10 +85,11 @@ class ResultTable(Tabular):
         text = io.StringIO()
         writer = csv.DictWriter(text, fieldnames=self.columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
-        content = {"what": self.what, "units": self.units, **self.about, "rows": list(self.rows)}
+        writer.writerows({name: python_number(value) for name, value in row.items()} for row in self.rows)
+        whole = {"what": self.what, "units": self.units, **self.about, "rows": self.rows}
+        content = json.dumps(_plain(whole), indent=1)
         write_atomically(Path(folder) / f"{self.name}.csv", text.getvalue())
-        write_atomically(Path(folder) / f"{self.name}.json", json.dumps(content, indent=1) + "\n")
+        write_atomically(Path(folder) / f"{self.name}.json", content + "\n")
 
     def show(self, console: Console) -> None:
         """Print all rows, numbers with four digits.
@@ -153,7 +157,7 @@ class RunResults:
             console.print(Padding(note.lstrip(), (0, 0, 0, indent), expand=False), highlight=False)
         places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
         for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
-            console.print(f"  {what:8}{place}", highlight=False, soft_wrap=True)
+            console.print(f"  {what:8}{place}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _unit(name: str, units: Mapping[str, str]) -> str:
@@ -164,7 +168,20 @@ def _unit(name: str, units: Mapping[str, str]) -> str:
     return next((of_columns[column] for column in (*together, *parts) if column in of_columns), "")
 
 
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it."""
+    value = python_number(value)
+    if isinstance(value, float):
+        return finite(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(entry) for entry in value]
+    return value if value is None or isinstance(value, int | str) else str(value)
+
+
 def _text(value: object) -> str:
     if value is None:
         return "-"
+    value = python_number(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_sym._checkpoint_files import SAFETENSORS, other_format
 from lightning_sym._documents import load_json
 from lightning_sym._files import hold, is_temporary, not_written, write_atomically
 from lightning_sym._text import nearest
@@ -137,7 +138,8 @@ def _read_header(file: Path) -> list[Stored]:
             length = int.from_bytes(opened.read(8), "little")
             header = load_json(opened.read(length))
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{file} is damaged or no safetensors ({error}); fetch or write it again.") from None
+        said = f"{file} is damaged or no safetensors ({error}); fetch or write it again."
+        raise ValueError(other_format(file, SAFETENSORS) or said) from None
     begin = 8 + length
     return [
         Stored(file, key, tuple(entry["shape"]), begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])

@@ -103,7 +103,11 @@ def _add(total: Tensor, rows: Tensor, values: Tensor | int) -> None:
 def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     """Compute a loss; an error names the shapes, as the check before training evaluates first."""
     try:
-        return loss(outputs, targets)
+        found: Any = loss(outputs, targets)
+        if not isinstance(found, Tensor) or found.ndim:
+            got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"The loss of a batch must be a tensor with one number, got {got}; return its mean.")
+        return found
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

@@ -82,6 +82,16 @@ def test_what_an_ensemble_gains_is_how_different_its_members_are():
     torch.testing.assert_close(scores.variance[-1], variance, atol=1e-12, rtol=0)
 
 
+def test_divergences_of_probabilities_that_are_zero_are_those_of_the_definition():
+    rows = torch.tensor([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]], [[0.25, 0.75, 0.0], [0.5, 0.25, 0.25]]]).double()
+    expected = torch.special.xlogy(rows[:, None], rows[:, None]) - rows[:, None] * rows[None].log()
+    expected = torch.where(rows[:, None] == 0, 0.0, expected).sum(3).mean(2)
+    found = ensemble_scores(rows.log(), torch.tensor([0, 1], dtype=torch.int32)).divergences
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    assert found[1, 0] == math.inf
+    assert found[0, 1].isfinite()
+
+
 def test_chunks_of_samples_make_no_difference(monkeypatch):
     logs, labels = predicted()
     whole = ensemble_scores(logs, labels)
@@ -117,6 +127,7 @@ def test_predictions_of_shuffled_data_are_refused():
 
 
 GOOD = predicted(2, 3)
+PAIRS = [(torch.rand(2, 3), torch.tensor([0, 1]))]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,15 @@ GOOD = predicted(2, 3)
         refused(ensemble_scores, GOOD[0] * math.nan, GOOD[1], says="log_softmax"),
         refused(ensemble_scores, GOOD[0][:, :0], GOOD[1][:0], says="no samples"),
         refused(ensemble_scores, *GOOD, bins=0),
+        *(
+            refused(ensemble_scores, GOOD[0], torch.full((3,), bad), says="labels must be integers from 0 to 4")
+            for bad in (5, -1, 0.5)
+        ),
         refused(log_probabilities, [], [], says="at least one network"),
+        refused(log_probabilities, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), PAIRS, says="got one Sequential"),
+        refused(log_probabilities, [nn.Linear(3, 2)], [PAIRS[0][0]], says="pairs of inputs and labels, got Tensor"),
+        refused(log_probabilities, [nn.Linear(3, 2), nn.Linear(3, 4)], PAIRS, says="the same classes, got 2 and 4"),
+        refused(log_probabilities, [nn.Linear(3, 2)], [(PAIRS[0][0] * math.nan, PAIRS[0][1])], says="not finite"),
         refused(log_probabilities, [nn.Flatten(0)], [(torch.rand(2, 3), torch.tensor([0, 1]))], says="logits [B, C]"),
         refused(log_probabilities, [nn.Linear(3, 2)], [(torch.rand(2, 3), torch.rand(2))], says="integer labels"),
     ],

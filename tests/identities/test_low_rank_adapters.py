@@ -480,7 +480,7 @@ def test_adapters_that_do_not_fit_each_other(tmp_path: Path) -> None:
     one.write(tmp_path / "a")
     assert_refused(one.write, tmp_path / "a", says="exists already")
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"nothing")
-    assert_refused(Adapter.read, tmp_path / "a", says="is damaged, or no safetensors")
+    assert_refused(Adapter.read, tmp_path / "a", says="is text, not a file of safetensors")
     (tmp_path / "a" / "adapter_config.json").write_text("[")
     assert_refused(Adapter.read, tmp_path / "a", says="expected the JSON that peft writes")
     assert_refused(Adapter.read, tmp_path / "b", says="expected an adapter's folder, as peft saves it.")

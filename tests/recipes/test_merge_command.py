@@ -888,7 +888,7 @@ def test_misspelt_options_do_not_wait_for_torch() -> None:
         ("a.pt none.pt --out=m.safetensors", "There is no file"),
         ("a.pt nan.pt --out=m.safetensors", "nan.pt holds classifier.bias with values that are not finite"),
         ("a.pt wide.pt --out=m.safetensors", "wide.pt holds 'linear1.weight' of shape [13, 64], but"),
-        ("a.pt bad.safetensors --out=m.safetensors", "bad.safetensors is damaged or no safetensors"),
+        ("a.pt bad.safetensors --out=m.safetensors", "bad.safetensors is text, not a file of safetensors"),
         ("a.pt b.pt --out=m.pt", "out is m.pt; expected a file that ends in .safetensors."),
         ("a.pt b.pt --out=there.safetensors", "there.safetensors exists already"),
         ("a.pt b.pt --out=old.safetensors", "old-report exists already"),

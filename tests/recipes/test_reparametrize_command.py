@@ -474,7 +474,7 @@ def test_misspelt_objectives_do_not_wait_for_torch() -> None:
         ("a.pt --objective=weight_norm --out=old.safetensors", "old.report.json exists already"),
         ("none.pt --objective=weight_norm", "There is no file"),
         ("nan.pt --objective=weight_norm", "nan.pt holds classifier.bias with values that are not finite"),
-        ("bad.safetensors --objective=weight_norm", "bad.safetensors is damaged or no safetensors"),
+        ("bad.safetensors --objective=weight_norm", "bad.safetensors is text, not a file of safetensors"),
         ("wide.pt --objective=weight_norm", "wide.pt holds 'linear1.weight' of shape [13, 64], but"),
         ("zoo --objective=weight_norm", "zoo is neither a zoo"),
         ("a.pt --objective=weight_norm --ignore=linear1.*", "ignore leaves out linear1.bias, which has to move"),

@@ -247,10 +247,13 @@ data: TensorDataModule: all targets are class 0; pass class numbers of at least 
 do not occur), or floats for regression.
 $ test --ckpt_path=list.ckpt
 list.ckpt holds a list instead of settings by name; pass a file that lightning-sym wrote.
+$ fit SMALL --ckpt_path=weights.ckpt
+weights.ckpt is no checkpoint of Lightning: it has no pytorch-lightning_version; give one that fit wrote (lightning-sym
+import reads weights alone).
 $ fit SMALL --ckpt_path=absent.ckpt
 No checkpoint at .../absent.ckpt; give a file, or last.
 $ fit SMALL --ckpt_path=words.yaml
-words.yaml is damaged, or no checkpoint of lightning-sym.
+words.yaml is text, not a file of torch.save; pass the file of the weights.
 $ fit SMALL --run_dir=words.yaml/run
 words.yaml/run cannot be made, as .../words.yaml is a file; expected a place in a folder.
 $ fit SMALL --trainer.accelerator=gpuu
@@ -374,7 +377,9 @@ def test_the_command_line_says_in_one_line_what_is_wrong(status, command, senten
     one_hot = torch.nn.functional.one_hot(classes)
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": one_hot}, "one_hot.pt")
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": 0 * classes}, "one_class.pt")
-    torch.save({"state_dict": {}, "hyper_parameters": [1]}, "list.ckpt")
+    lightning = {"state_dict": {}, "pytorch-lightning_version": "2.6.0"}
+    torch.save({**lightning, "hyper_parameters": [1]}, "list.ckpt")
+    torch.save({"state_dict": {}, "epoch": 3}, "weights.ckpt")
     files = set(Path().iterdir())
     name, *options = shlex.split(command)
     if options[:1] == ["SMALL"]:

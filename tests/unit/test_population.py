@@ -1,6 +1,7 @@
 """What a population does beside training: names, states, clipping, skipping, random layers."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -190,6 +191,33 @@ def test_state_dict_of_other_members_is_refused(kind):
     assert_refused(lambda: kind(perceptron(), (0,)).load_state_dict(state), says="Unexpected key", error=RuntimeError)
     wider = MultiLayerPerceptron(widths=(6,), image_size=4, num_classes=3)
     assert_refused(lambda: kind(wider, (0, 1)).load_state_dict(state), says="shape", error=RuntimeError)
+
+
+def different(number, *, kind="activation"):
+    """Return a member of which number 2 differs from the others."""
+    last = number == 2
+    wide = 4 if last and kind == "shape" else 3
+    activation = nn.Tanh() if last and kind == "activation" else nn.LeakyReLU(0.1 * (1 + (last and kind == "slope")))
+    return nn.Sequential(nn.Linear(2, wide, bias=not (last and kind == "bias")), activation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("activation", "module 1"), ("slope", "module 1"), ("shape", "module 0"), ("bias", "module 0")]
+)
+def test_members_that_a_vectorised_call_would_run_alike_are_refused(kind, says):
+    says = [f"members 0 and 2 differ in the {says}", 'set execution to "loop"']
+    assert_refused(lambda: VmapPopulation(functools.partial(different, kind=kind), (0, 1, 2)), says=says)
+    alone = LoopPopulation(functools.partial(different, kind=kind), (0, 1, 2))
+    assert len(alone) == 3
+
+
+def test_members_are_modules_that_share_no_trained_tensor():
+    one = nn.Linear(2, 3)
+    assert_refused(lambda: LoopPopulation(lambda number: one, (0, 1)), says="Members 0 and 1 train one tensor, weight,")
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    LoopPopulation(lambda number: nn.Sequential(frozen, nn.Linear(2, 3)), (0, 1))
+    for kind in KINDS:
+        assert_refused(lambda kind=kind: kind(lambda number: None, (4, 5)), says="Member 4 must be a module")
 
 
 @pytest.mark.parametrize("by_norm", [True, False])

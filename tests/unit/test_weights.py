@@ -3,6 +3,7 @@
 import argparse
 import functools
 import pickle
+import re
 import shlex
 import sys
 import types
@@ -163,16 +164,43 @@ def test_scalars_of_numpy_run_nothing():
     assert not Path("harm").exists()
 
 
+def write_other_formats():
+    """Write files that people have beside checkpoints, or under the names of checkpoints."""
+    for name in ("words.pt", "words.safetensors"):
+        Path(name).write_text("just words, and then some more of them")
+    Path("page.pt").write_text("<!DOCTYPE html><html>Sign in</html>")
+    Path("lfs.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    Path("empty.pt").touch()
+    Path("keras.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    np.savez("arrays.npz", weight=np.ones(3))
+    np.save("array.npy", np.ones(3))
+    with zipfile.ZipFile("files.zip", "w") as archive:
+        archive.writestr("notes.txt", "some")
+    torch.save(Plain().state_dict(), "named.safetensors")
+    save_file(Plain().state_dict(), "named.bin")
+    Path("cut.safetensors").write_bytes(Path("named.bin").read_bytes()[:-9])
+
+
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
         ("absent.pt", "There is no file"),
         ("whole.pt", "holds a whole module (my_networks.Plain), and is not opened, because that could run code"),
         ("harm.pt", "holds more than tensors and plain values"),
-        ("words.pt", "is damaged or truncated, or no file of torch.save"),
+        ("words.pt", "words.pt is text, not a file of torch.save; pass the file of the weights."),
+        ("page.pt", "is a web page, not a file of torch.save; download the file itself."),
+        ("empty.pt", "is empty, not a file of torch.save; fetch or write it again."),
+        ("arrays.npz", "is an archive of numpy's arrays (.npz), not a file of torch.save; save tensors by name with"),
+        ("array.npy", "is an array of numpy, not a file of torch.save"),
+        ("files.zip", "is a zip archive of other files, not a file of torch.save"),
+        ("keras.h5", "is a file of HDF5, as of Keras, not a file of torch.save"),
+        ("named.bin", "is a file of safetensors, not a file of torch.save; give it the ending .safetensors."),
+        ("named.safetensors", "is a file of torch.save, not a file of safetensors; give it the ending .pt."),
+        ("lfs.safetensors", "is a pointer of Git LFS, not a file of safetensors; fetch the file itself with git lfs"),
+        ("cut.safetensors", "is damaged, or no safetensors file"),
         ("half.pt", "is damaged or truncated, or no file of torch.save"),
         ("half_of_old.pt", "is damaged or truncated, or no file of torch.save"),
-        ("words.safetensors", "is damaged, or no safetensors file"),
+        ("words.safetensors", "is text, not a file of safetensors"),
         ("list.pt", "holds no tensors by name"),
         ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias', 'norm.weight', "),
         ({"other": torch.zeros(2)}, "does not hold 'hidden.weight', 'hidden.bias', 'norm.weight'"),
@@ -208,8 +236,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(weights, says):
     for name, new in (("half.pt", True), ("half_of_old.pt", False)):
         torch.save(Plain().state_dict(), name, _use_new_zipfile_serialization=new)
         Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
-    for name in ("words.pt", "words.safetensors"):
-        Path(name).write_text("just words, and then some more of them")
+    write_other_formats()
     kind = FileNotFoundError if weights == "absent.pt" else ValueError
     assert_refused(ModelZoo.add, "zoo", [Plain(), weights], network=Plain, says=says, error=kind)
     assert not Path("zoo").exists()
@@ -259,6 +286,17 @@ def test_a_prefix_can_be_chosen():
     for prefix, module in (("model", a), ("average.", b)):
         zoo = ModelZoo.add(prefix, ["two.pt"], network=Plain, prefix=prefix)
         assert torch.equal(outputs(zoo.load(0)), outputs(module))
+
+
+def test_weights_are_read_before_their_average_and_this_is_said_as_merge_says_it():
+    a, b = Plain(), Plain()
+    torch.save({"model": a.state_dict(), "model_ema": b.state_dict()}, "two.pt")
+    said = "two.pt holds weights under 'model.', 'model_ema.': 'model.' was read; --prefix chooses another."
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        zoo = ModelZoo.add("zoo", ["two.pt"], network=Plain)
+    assert torch.equal(outputs(zoo.load(0)), outputs(a))
+    found = succeed("import", "two.pt", "--network=my_networks.Plain", "--out=other", "--data=DigitsDataModule")
+    assert found.out.count(said) == 1
 
 
 def test_the_command_line_imports_and_says_how_good_the_members_are():

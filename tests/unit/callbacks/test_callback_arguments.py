@@ -4,11 +4,11 @@ import inspect
 import math
 
 import pytest
-from helpers import refused
+from helpers import assert_refused, refused
 from jsonargparse import ArgumentParser
 from pytorch_lightning import Callback, LightningModule
 
-from lightning_sym import callbacks, tasks
+from lightning_sym import callbacks, datamodules, tasks
 from lightning_sym.callbacks import (
     BatchNormRecalibration,
     CurveGeometry,
@@ -44,6 +44,24 @@ def test_a_loss_is_named_by_its_path(kind, loss):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--loss", type=inspect.signature(kind).parameters["loss"].annotation)
     assert callable(parser.instantiate_classes(parser.parse_args([f"--loss={loss}"])).loss)
+
+
+SEEDS = [
+    (kind, name)
+    for room in (callbacks, datamodules, tasks)
+    for kind in vars(room).values()
+    if inspect.isclass(kind) and not inspect.isabstract(kind)
+    for name in options(kind)
+    if name == "seed" or name.endswith("_seed")
+]
+
+
+@pytest.mark.parametrize("bad", [2**32, -1, 1.5, True])
+@pytest.mark.parametrize(("kind", "name"), SEEDS, ids=lambda one: getattr(one, "__name__", one))
+def test_a_seed_is_refused_unless_numpy_and_lightning_take_it(kind, name, bad):
+    needed = {key: "zoo" for key, option in options(kind).items() if option.default is option.empty}
+    given = {key: {"a": "zoo"} if key == "zoos" else value for key, value in needed.items()}
+    assert_refused(kind, **{**given, name: bad}, says=f"{name} must be an integer from 0 to 4294967295, got {bad}.")
 
 
 @pytest.mark.parametrize(

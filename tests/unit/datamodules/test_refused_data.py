@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import refused
+from helpers import assert_refused, refused
 
 from lightning_sym.datamodules import (
     BrodenDataModule,
@@ -10,16 +10,41 @@ from lightning_sym.datamodules import (
     ConceptsDataModule,
     DigitsDataModule,
     GaussianInputsDataModule,
+    ImageDataModule,
     ImageTransform,
     LabelledImages,
     Quadrant,
     Resized,
     Rotated,
+    TensorDataModule,
     TensorLoader,
     Translated,
 )
 
 NAN = float("nan")
+
+
+PIXELS, CLASSES = torch.randint(256, (60, 1, 8, 8), dtype=torch.uint8), torch.arange(60) % 2
+
+
+def loading(base, returned):
+    """Return a datamodule that reads its data by itself."""
+    members = {"source_shape": (1, 8, 8), "source_classes": 2, "load": lambda self: returned}
+    return type("Mine", (base,), members)(batch_size=4)
+
+
+@pytest.mark.parametrize("returned", [None, (PIXELS, CLASSES), ((PIXELS, CLASSES),) * 4, [PIXELS] * 2, {"x": PIXELS}])
+def test_data_that_a_subclass_loads_in_another_form_are_refused(returned):
+    assert_refused(loading(ImageDataModule, returned).setup, says="Mine.load must return training and test data, each")
+    assert_refused(loading(TensorDataModule, returned).setup, says="Mine.load must return training, validation and")
+
+
+def test_images_that_a_subclass_loads_may_be_pairs_and_arrays():
+    pairs = (PIXELS, CLASSES), (PIXELS[:20], CLASSES[:20])
+    found = loading(ImageDataModule, [[one.numpy() for one in pair] for pair in pairs])
+    expected = loading(ImageDataModule, tuple(LabelledImages(*pair) for pair in pairs))
+    assert found.identity()["fingerprint"] == expected.identity()["fingerprint"]
+    assert loading(TensorDataModule, (pairs[0], None, None)).num_classes == 2
 
 
 def loader(images=(20, 2, 5, 6), labels=None, dtype=torch.uint8, **settings):

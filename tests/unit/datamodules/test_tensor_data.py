@@ -222,6 +222,14 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
     assert_refused(
         *images, says=["Item 0 of the data set for train must be a pair", "got tuple of object, int"], error=TypeError
     )
+    # A pair with a wrong value is told what is wrong with the value.
+    for pair, says in (
+        ((SPECTRA[0], "cat"), ": target must be numbers, got <U3; convert them, names by"),
+        (([[1.0, 2.0], [3.0]], 1), ": input must have one shape for all"),
+        ((np.ma.masked_invalid([np.nan, 1.0]), 1), ": input must have no masked values"),
+        ((SPECTRA[0].to_sparse(), 1), " holds 'input' as a tensor that is"),
+    ):
+        assert_refused(DatasetDataModule, [(SPECTRA[0], 1), pair], says=f"Item 1 of the data set for train{says}")
     assert_refused(DatasetDataModule, [(SPECTRA[0], 1), (SPECTRA[0, :1], 1)], says="must all have one shape")
     assert_refused(DatasetDataModule, [], says="The data set for train is empty; expected items")
     # A tensor of two rows is an input without its target, not a pair.
@@ -233,6 +241,18 @@ def test_files_and_data_sets_that_cannot_be_used_are_refused(tmp_path):
 
     says = "Item 0 of the data set for train cannot be read (KeyError: 'scan_17.png')"
     assert_refused(DatasetDataModule, Unreadable([1]), says=says)
+
+
+def test_unused_class_numbers_are_reported_and_a_part_of_the_data_has_the_outputs_of_all():
+    outputs = "8 outputs, but 5 of them (0, 1, 2, 3, 4) are no target; .*set num_classes to 8 to keep them"
+    with pytest.warns(UserWarning, match=outputs.replace("(", r"\(", 1).replace(")", r"\)", 1)):
+        found = data(targets=LABELS + 5)
+    assert found.num_classes == 8
+    assert data(targets=LABELS + 5, num_classes=8).num_classes == 8  # without a warning
+    tokens = torch.arange(60)[:, None] + torch.arange(4)
+    assert data(inputs=tokens, targets=2 * tokens).num_classes == 125  # a vocabulary
+    classes = torch.arange(60) % 20
+    assert data(targets=classes, max_samples=4, batch_size=2).num_classes == data(targets=classes).num_classes == 20
 
 
 def test_images_of_pil_have_their_channels_first_and_a_column_of_classes_becomes_a_row():

@@ -121,12 +121,13 @@ def test_declared_dashes_keep_their_meaning():
 def test_labels_are_for_people():
     assert measure_label("group") == "Procrustes, group"
     assert measure_label("my measure") == "my measure"
-    assert readable_names("module.activation3 and cka_laplace") == "after layer 3 and CKA, Laplace"
-    assert readable_names("embedding.activation1") == "embedding, after layer 1"
-    assert readable_names("blocks.2") == "after block 2"
+    assert readable_names("module.activation3 and cka_laplace") == "activation3 and CKA, Laplace"
     assert readable_names("least_squares") == "least squares"
     assert readable_names("rank(4), group(euclidean)") == "rank 4, group, Euclidean"
     assert readable_names("group(0.01), group(euclidean,chosen)") == "group, 0.01, group, Euclidean, chosen"
+    # A place has one name, that of tables and options.
+    for unchanged in ("embedding.activation1", "blocks.2", "blocks.3.attention.heads"):
+        assert readable_names(unchanged) == unchanged
     for unchanged in ("layer1.0.conv1.weight", r"$\alpha$: activation1", "runs/activation1", "val_loss", ""):
         assert readable_names(unchanged) == unchanged
     assert without_common_prefix(["a.b.0", "a.b.1"]) == ["b.0", "b.1"]

@@ -11,6 +11,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from lightning_sym.layers import (
     CircularConv,
+    EquivariantLinear,
     FactoredFullyConnected,
     FullyConnected,
     GroupConv,
@@ -20,7 +21,9 @@ from lightning_sym.layers import (
     ResidualPathways,
     SparseConv,
     SparseFactoredFullyConnected,
+    grid_action,
     parameter_paths,
+    regular_action,
 )
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.weights import fit_weights
@@ -201,6 +204,18 @@ def test_layers_can_be_built_without_memory(name):
         layer = LAYERS[name]()
         assert layer(torch.empty(2, 4, 4, 6)).is_meta
     assert [p.shape for p in layer.parameters()] == [p.shape for p in LAYERS[name]().parameters()]
+
+
+def test_maps_that_commute_with_turns_can_be_built_without_memory_and_filled():
+    state = EquivariantLinear(2, 3, grid_action("d4", 4), grid_action("d4", 2), 2).state_dict()
+    with torch.device("meta"):
+        layer = EquivariantLinear(2, 3, grid_action("d4", 4), grid_action("d4", 2), 2)
+        EquivariantLinear(2, 3, regular_action([[0, 1], [1, 0]]))
+        EquivariantLinear(2, 3, [[0, 1], [1, 0]])
+        assert layer(torch.empty(2, 2, 4, 4)).is_meta
+    layer.load_state_dict(state, assign=True)
+    x = torch.randn(5, 2, 4, 4)
+    torch.testing.assert_close(layer(x.rot90(1, (2, 3))), layer(x).rot90(1, (2, 3)))
 
 
 def test_what_is_learned_is_a_parameter_and_phi_is_kept_if_nothing_is():

@@ -117,6 +117,33 @@ def test_statistics_of_batch_norms_are_weighted_means(method: str, files: list[d
         assert bool((found[name] >= stacked.amin(0) - 1e-12).all() and (found[name] <= stacked.amax(0) + 1e-12).all())
 
 
+@pytest.mark.parametrize(
+    ("settings", "variance"),
+    [
+        ({"weight": [1.5, -0.5]}, "a"),
+        ({"base": "parent", "method": "task_arithmetic", "weight": [0.5, -0.5]}, None),
+        ({"base": "parent", "method": "task_arithmetic", "lambda_": -0.5}, "parent"),
+    ],
+)
+def test_negative_weights_count_as_0_in_statistics_with_a_note(
+    settings: dict[str, Any], variance: str | None, files: list[dict[str, Tensor]]
+) -> None:
+    base = settings.pop("base", None)
+    given = {"network": network(7), "inputs": X, "base": base and f"{base}.safetensors", **settings}
+    found = merge_checkpoints(["a.safetensors", "b.safetensors"], "m.safetensors", **given)
+    (note,) = [note for note in found.notes if note.startswith("negative weights count as 0 in averages of statistics")]
+    assert "running_" in note
+    state, own = dict(zip(("parent", "a", "b"), files, strict=True)), load_file("m.safetensors")["1.running_var"]
+    expected = (
+        state[variance]["1.running_var"]
+        if variance
+        else (0.5 * (files[0]["1.running_var"] + files[1]["1.running_var"]))
+    )
+    torch.testing.assert_close(own, expected, rtol=0, atol=1e-14)
+    others = merge_checkpoints(["a.safetensors", "b.safetensors"], "n.safetensors", network=network(7), inputs=X)
+    assert not any("negative" in note for note in others.notes)
+
+
 def test_ends_are_the_given_networks_with_their_statistics(files: list[dict[str, Tensor]]) -> None:
     parent, a, b = files
     cases = (

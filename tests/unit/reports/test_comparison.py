@@ -1,5 +1,6 @@
 """Groups of runs that differ by seed only: means, intervals and differences do not depend on how runs are given."""
 
+import dataclasses
 import io
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from scipy.stats import ttest_ind
 
 from lightning_sym._runs import FinishedRun
 from lightning_sym._statistics import student_interval
+from lightning_sym.reports import ResultTable
 from lightning_sym.reports.comparison import compare_runs, difference_interval
 
 
@@ -89,6 +91,33 @@ def test_runs_that_repeat_one_another_count_once():
     assert [row["runs"] for row in found.table.rows] == [2]
     assert any("a1 repeats a0" in note for note in found.notes)
     assert set(found.table.about["values"]) == {"a0", "a2"}
+
+
+def test_a_run_that_a_mean_leaves_out_is_named():
+    """Seeds that diverged have no number at the end; the mean of the others says nothing about them."""
+    lost = {"loss": math.nan}
+    runs = [run("a0", {"loss": 0.5}), run("a1", lost, seed=1), run("a2", lost, seed=2), run("b0", {"loss": 1.0}, 9)]
+    found = compare_runs(runs)
+    assert [row["runs"] for row in found.table.rows] == [1, 1]
+    for name in ("a1", "a2"):  # which do not repeat one another
+        assert f"{name} has no finite loss: means of a leave this run out there" in found.notes
+    assert not any("repeats" in note for note in found.notes)
+
+
+def test_a_table_without_rows_is_named(tmp_path):
+    for name, rows in (("a", []), ("b", [{"k": 1, "v": 2.0}])):
+        ResultTable("t", "", rows).write(tmp_path / name / "results")
+    found = [dataclasses.replace(run(name, {}, seed=n), folder=tmp_path / name) for n, name in enumerate("ab")]
+    assert_refused(compare_runs, found, table="t", says=["The table t of", "a has no rows; choose another one"])
+
+
+def test_names_with_brackets_are_printed_as_they_are():
+    options = {"model.note": "[/tmp]"}
+    found = compare_runs([run("run[red]", {"a[b]": 1.0}), run("x[i]", {"a[b]": 2.0}, width=9, options=options)])
+    found = dataclasses.replace(found, settings={"model.note": ["[/tmp]", "[i]y"]})
+    text = printed(found.show)
+    for name in ("run[red]", "x[i]", "a[b]", "[/tmp]", "[i]y"):
+        assert name in text
 
 
 def test_members_of_two_runs_that_are_the_same_networks_are_named():

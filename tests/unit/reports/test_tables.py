@@ -2,16 +2,20 @@
 
 import io
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers import printed, read_csv
+import torch
+from helpers import assert_refused, printed, read_csv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_sym.reports import ResultTable, RunResults
-from lightning_sym.reports.cells import averages, counted, cut_middle, finite, grouped, spread_cell, text_table
+from lightning_sym.reports.cells import averages, bold, counted, cut_middle, finite, grouped, spread_cell, text_table
+from lightning_sym.reports.report import Column, final_numbers
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
 
@@ -92,6 +96,37 @@ def test_final_numbers_have_the_units_of_the_columns_that_they_are_of():
     assert ending.rows == [{"number": n, "value": None if n == "val_loss" else value} for n, value in numbers.items()]
     assert ending.units == {"barrier/test_loss/line": "nats above the line", "val_loss": "nats", "R/kept": "unitless"}
     assert ending.about == {"headline": "R/kept"}
+
+
+def test_names_with_brackets_and_paths_are_printed_as_they_are():
+    rows = [{"na[i]me": "run[red]", "value": "[/tmp]"}]
+    results = RunResults([ResultTable("t", "of [b]", rows)], places={"table": Path("out[bold]", "t.csv")})
+    text = printed(lambda console: results.show(console, Path("[i]a"), Path("[i]b")))
+    for name in ("na[i]me", "run[red]", "[/tmp]", "of [b]", "out[bold]/t.csv", "--logdir [i]b"):
+        assert name in text
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    console.print(text_table("", ["a"], [[bold("b[i]")], ["c"]]))
+    assert "\x1b[1mb[i]" in console.file.getvalue()
+
+
+def test_numbers_of_numpy_and_torch_are_written_and_json_has_no_nan(tmp_path):
+    row = {"a": np.float32(0.1), "b": np.int64(3), "c": torch.tensor(0.5), "d": np.bool_(True), "e": math.nan}
+    table = ResultTable("t", "", [row], about={"at": Path("x"), "best": np.float64(math.inf), "all": (np.int8(1),)})
+    table.write(tmp_path)
+    assert read_csv(tmp_path / "t.csv") == [
+        {"a": str(float(np.float32(0.1))), "b": "3", "c": "0.5", "d": "True", "e": "nan"}
+    ]
+    found = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)
+    assert found["rows"] == [{"a": float(np.float32(0.1)), "b": 3, "c": 0.5, "d": True, "e": None}]
+    assert (found["at"], found["best"], found["all"]) == ("x", None, [1])
+    assert '<td style="text-align: right">0.5</td>' in table._repr_html_()
+    assert "0.5" in printed(table.show)
+    assert type(final_numbers([Column("c", number="c")], [row])["c"]) is float
+
+
+def test_a_final_number_that_names_no_column_is_refused():
+    says = ["'final/{layer}' of the column norm names 'layer'", "they have norm."]
+    assert_refused(final_numbers, [Column("norm", number="final/{layer}")], [{"norm": 1.0}], says=says)
 
 
 def test_notes_are_wrapped_and_stay_indented():
