@@ -32,6 +32,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
+from lightning_sym.symmetry.tracing.kernels import filled, grouped, without_zeros
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
@@ -40,6 +41,7 @@ from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, squared_distances, with_parts
+from lightning_sym.symmetry.tracing.unknown import decompose_unknown
 
 aten = torch.ops.aten
 
@@ -59,6 +61,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(functional(capture), kept)
     rewriter.erase_unread()
     _spell(rewriter)
+    if decompose_unknown(rewriter, _REWRITES):
+        _spell(rewriter)
     for respell in (respell_layers, recognise_batch_norms):
         if respell(rewriter):
             _spell(rewriter)
@@ -193,7 +197,8 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums with 0 and products with 1."""
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
-        same = isinstance(value, fx.Node) and isinstance(other, (int, float)) and other == neutral
+        number = other if isinstance(other, (int, float)) else filled(r, other)
+        same = isinstance(value, fx.Node) and number == neutral and r.shape(value) == r.shape(node)
         if same and value.meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
             return value  # type: ignore[return-value]
     return None
@@ -360,9 +365,9 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
-    if is_plain and (narrow := bilinear_row(r, node) or narrow_convolution(r, node)) is not None:
-        return narrow
-    for rewrite in (_one_hot, outer_product, layers_of_parts, bilinear_row) if name == "linear" else ():
+    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, without_zeros) * is_plain
+    of_layers = (_one_hot, outer_product, layers_of_parts, without_zeros, bilinear_row)
+    for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
             return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
