@@ -13,6 +13,7 @@ from lightning_sym.symmetry.tracing.sums import with_parts
 
 aten = torch.ops.aten
 _MOST = 2**22  # elements of all windows of a convolution
+_REPEATS = operations(Trait.REGROUP | Trait.EXPAND) | {"repeat", "repeat_interleave", "index", "index_select"}
 _MOVES = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.CAST)
 
 
@@ -26,8 +27,12 @@ def filled(r: Rewriter, item: Any) -> float | None:
     return {"zeros": 0.0, "ones": 1.0}.get(name)
 
 
-def without_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a layer of concatenated values, some of which are zero (initial states), as a layer of the others."""
+def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a layer of concatenated values as one layer per value, without those that are zero (initial states).
+
+    It applies if a value is zero, or if two values repeat one (the two ends of each edge of a graph), whose units the
+    layer reads twice.
+    """
     value, weight = node.args[:2]
     count = 0 if r.name(node) == "linear" else spatial_axes_of(r.name(node))
     if r.name(value) != "cat" or not isinstance(value, fx.Node):
@@ -38,7 +43,9 @@ def without_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
     groups = argument(node, 6, "groups", 1) if count else 1
     if argument(value, 1, "dim", 0) % rank != channel or groups != 1 or "transpose" in r.name(node):
         return None
-    if all(filled(r, part) != 0 for part in parts):
+    origins = [_repeated(r, part) for part in parts]
+    twice = any(one is not None and one in origins[:at] for at, one in enumerate(origins))
+    if not twice and all(filled(r, part) != 0 for part in parts):
         return None
     total, start = None, 0
     for part in parts:
@@ -49,6 +56,14 @@ def without_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
             total = layer if total is None else r.insert(aten.add.Tensor, total, layer)
         start += size
     return total
+
+
+def _repeated(r: Rewriter, part: fx.Node) -> fx.Node | None:
+    """Return the computed value of which another one only repeats or regroups elements; None for inputs."""
+    value = part
+    while r.name(value) in _REPEATS:
+        value = value.args[0]  # type: ignore[assignment]
+    return value if value.op == "call_function" and r.made_of(value) == "inputs" else None
 
 
 def grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -32,7 +32,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
-from lightning_sym.symmetry.tracing.kernels import filled, grouped, without_zeros
+from lightning_sym.symmetry.tracing.kernels import filled, grouped, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
@@ -365,8 +365,8 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
-    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, without_zeros) * is_plain
-    of_layers = (_one_hot, outer_product, layers_of_parts, without_zeros, bilinear_row)
+    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, taken_apart) * is_plain
+    of_layers = (_one_hot, outer_product, layers_of_parts, taken_apart, bilinear_row)
     for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
             return rewritten
