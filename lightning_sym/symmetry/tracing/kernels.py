@@ -66,6 +66,24 @@ def _repeated(r: Rewriter, part: fx.Node) -> fx.Node | None:
     return value if value.op == "call_function" and r.made_of(value) == "inputs" else None
 
 
+def joined_flat(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite stacked values whose new axis is merged with the next one as a concatenation along this axis."""
+    stack = node.args[0]
+    if r.name(node) not in operations(Trait.REGROUP) or r.name(stack) != "cat" or not r.only_for(stack, node):
+        return None
+    assert isinstance(stack, fx.Node)
+    parts: Any = stack.args[0]
+    shape = r.shape(stack)
+    axis = argument(stack, 1, "dim", 0) % len(shape)
+    if r.shape(node) != (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :]) or axis + 1 == len(
+        shape
+    ):
+        return None
+    sizes = [[*r.shape(part)[:axis], math.prod(r.shape(part)[axis : axis + 2]), *shape[axis + 2 :]] for part in parts]
+    flat = [r.insert(aten.reshape.default, part, own) for part, own in zip(parts, sizes, strict=True)]
+    return r.insert(aten.cat.default, flat, axis)
+
+
 def grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a grouped convolution with computed weights as a product with the windows of its input, in groups."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")

@@ -32,7 +32,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
-from lightning_sym.symmetry.tracing.kernels import filled, grouped, taken_apart
+from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
@@ -433,6 +433,8 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
+    if (flat := joined_flat(r, node)) is not None:
+        return flat
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
