@@ -75,9 +75,8 @@ def joined_flat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     parts: Any = stack.args[0]
     shape = r.shape(stack)
     axis = argument(stack, 1, "dim", 0) % len(shape)
-    if r.shape(node) != (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :]) or axis + 1 == len(
-        shape
-    ):
+    wanted = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
+    if r.shape(node) != wanted or len(wanted) == len(shape):
         return None
     sizes = [[*r.shape(part)[:axis], math.prod(r.shape(part)[axis : axis + 2]), *shape[axis + 2 :]] for part in parts]
     flat = [r.insert(aten.reshape.default, part, own) for part, own in zip(parts, sizes, strict=True)]
