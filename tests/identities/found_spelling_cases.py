@@ -159,6 +159,47 @@ def by_kernel(u: Tensor, a: Tensor) -> Tensor:
     return F.conv1d(F.pad(u.mT, (length - 1, 0)), kernel[:, None], groups=u.shape[-1]).mT
 
 
+def by_fourier(u: Tensor, a: Tensor) -> Tensor:
+    length = u.shape[1]
+    kernel = torch.exp(torch.log(a)[:, None] * torch.arange(length))
+    product = torch.fft.rfft(u.mT, 2 * length) * torch.fft.rfft(kernel, 2 * length)
+    return torch.fft.irfft(product, 2 * length)[..., :length].mT
+
+
+# ---- complex numbers
+
+
+WAVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda h: torch.exp(1j * h).imag,
+    "polar": lambda h: torch.polar(torch.ones_like(h), h).imag,
+    "as real": lambda h: torch.view_as_real(torch.polar(torch.ones_like(h), h))[..., 1],
+}
+MATRICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "slices": lambda s, h: F.linear(h, s.w[..., 0] + s.w[..., 1]),
+    "unbind": lambda s, h: F.linear(h, sum(s.w.unbind(-1))),
+    "einsum": lambda s, h: torch.einsum("bi,oi->bo", h, s.w[..., 1] + s.w[:, :, 0]),
+}
+
+
+# ---- parts of several kinds
+
+
+def cascade(join: Callable[[list[Tensor]], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        one, two, three = F.leaky_relu(s.a(x)).chunk(3, -1)
+        two = F.leaky_relu(s.c(two))
+        return s.b(join([one, two, F.leaky_relu(s.d(two + three))]))
+
+    return forward
+
+
+JOINED: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "cat": lambda parts: torch.cat(parts, -1),
+    "stack": lambda parts: torch.stack(parts, 1).flatten(1),
+    "view": lambda parts: torch.stack(parts, -2).view(-1, 6),
+}
+
+
 # ---- kernels of width 1 as one
 
 
@@ -240,7 +281,14 @@ FOUND: dict[str, Function] = {
     "kernels of samples": Function({"g": of(L, 2, 3), "w": parameter(3, 4, 2, 3, 3), "b": of(C, 4, 3, 2)}, images(2, 5),
         7, each(KERNELS, mixed_kernels), samples=120),
     "decaying sums": Function({"i": of(L, 6, 4), "a": parameter(4), "o": of(L, 4, 5)}, steps(6), 4,
-        each({"steps": step_by_step, "kernel": by_kernel}, decayed), samples=60),
+        each({"steps": step_by_step, "kernel": by_kernel, "Fourier": by_fourier}, decayed), samples=60),
+    "sines, complex": Function({"a": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), 0,
+        each(WAVES, lambda wave: lambda s, x: s.b(wave(3 * s.a(x))))),
+    "two matrices of one tensor": Function({"a": of(L, 6, 4), "w": parameter(3, 4, 2)}, two_inputs(6), 16,
+        each(MATRICES, lambda layer: lambda s, x: layer(s, F.leaky_relu(s.a(x))))),
+    "cascade of parts": Function({"a": of(L, 7, 6, bias=False), "c": of(L, 2, 2, bias=False),
+        "d": of(L, 2, 2, bias=False), "b": of(L, 6, 5)},
+        two_inputs(7), 8, each(JOINED, cascade), samples=40),
     "kernels of width 1, added": Function({"a": of(C, 3, 4, 1), "b": of(C, 3, 4, 1), "o": of(C, 4, 3, 1)}, images(3, 4),
         8, each(ADDED, lambda own: lambda s, x: s.o(torch.relu(own(s, x))))),
     "kernels of width 1, side by side": Function({"a": of(C, 3, 2, 1), "b": of(C, 3, 4, 1), "o": of(C, 6, 3, 1)},
