@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 import torch
+from found_spelling_cases import FOUND
 from further_spelling_cases import FURTHER
 from helpers import of, one_in, parameter
 from spelled_layers import ANGLES, COS, SIN
@@ -22,7 +23,7 @@ from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-ALL = FUNCTIONS | FURTHER | TRIED
+ALL = FUNCTIONS | FURTHER | TRIED | FOUND
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11

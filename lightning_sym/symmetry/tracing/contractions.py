@@ -362,8 +362,8 @@ def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | No
     for diagonal, value in ((first, second), (second, first)):
         if r.name(diagonal) in ("diag", "diag_embed", "diagflat") and len(diagonal.args) == 1 and not diagonal.kwargs:
             vector: Any = diagonal.args[0]
-            if len(r.shape(vector)) == 1 and len(r.shape(value)) > 1:
-                wide = r.insert(aten.unsqueeze.default, vector, 1) if diagonal is first else vector
+            if len(r.shape(value)) > 1 and (len(r.shape(vector)) == 1 or r.name(diagonal) == "diag_embed"):
+                wide = r.insert(aten.unsqueeze.default, vector, -1 if diagonal is first else -2)
                 return r.insert(aten.mul.Tensor, value, wide)
     return None
 

@@ -399,7 +399,7 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     shape = trace.output_shape()
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
-    values = [_spread(trace, value, axis) for value in values]
+    values = [_spread(trace, _without_kernel(trace, value, axis), axis) for value in values]
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
     if len(kinds) > 1:
@@ -437,6 +437,15 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)
     return trace.disjoint(Value(shape, tuple(result)))
+
+
+def _without_kernel(trace: Trace, value: Value, axis: int) -> Value:
+    """Fix the single entries of a parameter's axes behind the first two (kernels of width 1): later moves drop them."""
+    single = [own for own in value.labels if own.size == 1 and min(own.axes, default=0) > 1 and axis not in own.axes]
+    if value.state is None or not single:
+        return value
+    trace.fix(value.with_labels(*single))
+    return value.with_labels(*(own for own in value.labels if own not in single))
 
 
 def _spread(trace: Trace, value: Value, axis: int) -> Value:

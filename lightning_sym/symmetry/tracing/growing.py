@@ -68,7 +68,7 @@ def _results(node: fx.Node, found: dict[fx.Node, list[Axes]], sizes: Collection[
         return [_beside(node, shape, found) for shape in shapes]
     return [
         frozenset(axis for axis, (size, new) in enumerate(zip(shape, after, strict=True)) if size != new)
-        for shape, after in zip(shapes, made, strict=True)
+        for shape, after in zip(shapes, made, strict=False)  # a longer axis has more parts
     ]
 
 

@@ -15,6 +15,8 @@ Each function has one spelling:
   factor after the exponential.
 - extremum: ``amax``, ``amin``, ``maximum``, ``minimum``; ``logsumexp``; by hand ``max``, ``topk`` of one, ``where(a >
   b, a, b)``, global pooling.
+- state of zeros: layers without it; by hand ``cat`` of an input and zeros, sums that begin with zeros.
+- grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
 - lookup: ``embedding``; by hand an index, ``index_select``, ``gather``, products with indicators.
@@ -62,6 +64,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
+from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
@@ -70,6 +73,7 @@ from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, squared_distances, with_parts
+from lightning_sym.symmetry.tracing.unknown import decompose_unknown
 
 aten = torch.ops.aten
 
@@ -89,6 +93,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(functional(capture), kept)
     rewriter.erase_unread()
     _spell(rewriter)
+    if decompose_unknown(rewriter, _REWRITES):
+        _spell(rewriter)
     for respell in (respell_layers, recognise_batch_norms):
         if respell(rewriter):
             _spell(rewriter)
@@ -221,7 +227,8 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums with 0 and products with 1."""
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
-        same = isinstance(value, fx.Node) and isinstance(other, (int, float)) and other == neutral
+        number = other if isinstance(other, (int, float)) else filled(r, other)
+        same = isinstance(value, fx.Node) and number == neutral and r.shape(value) == r.shape(node)
         if same and value.meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
             return value  # type: ignore[return-value]
     return None
@@ -387,9 +394,9 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
-    if is_plain and (narrow := bilinear_row(r, node) or narrow_convolution(r, node)) is not None:
-        return narrow
-    for rewrite in (_one_hot, outer_product, layers_of_parts, bilinear_row) if name == "linear" else ():
+    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, taken_apart) * is_plain
+    of_layers = (_one_hot, outer_product, layers_of_parts, taken_apart, bilinear_row)
+    for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
             return rewritten
     if isinstance(bias, fx.Node) and bias not in r.capture.states:
@@ -455,6 +462,8 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
+    if (flat := joined_flat(r, node)) is not None:
+        return flat
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):

@@ -227,6 +227,10 @@ class Placing(TraceState):
             # The move of a parameter's axis of size 1 leaves no trace.
             self.constraints.fix(label)
             return None
+        if value.state is not None and min(label.axes, default=0) > 1 and not varying_axes(part):
+            # One place of a kernel, as in `w[:, :, 0]`: its scale is that of the rows.
+            self.constraints.fix(label)
+            return None
         filled = bool(core(part).min() == 0)
         axes = varying_axes(part)
         if not axes and filled and part.ndim == value.ndim:

@@ -145,6 +145,29 @@ def rule_for(target: Any) -> Rule:
     return functools.partial(pointwise, target) if is_pointwise(target) or name.startswith("aten::") else unknown
 
 
+def has_rule(target: Any, node: Any) -> bool:
+    """Whether the group of an operation is known: by a rule, or measured as it is elementwise.
+
+    Args:
+        target: The operation.
+        node: Its node in a graph, with values without data.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return target in _PYTHON
+    if target._schema.name.removesuffix("_") in _RULES or is_pointwise(out_of_place(target)):
+        return True
+    given, result = node.all_input_nodes, node.meta.get("val")
+    if len(given) != 1 or not isinstance(result, Tensor) or node.args[:1] != (given[0],) or node.kwargs:
+        return False
+    if tuple(given[0].meta["val"].shape) != tuple(result.shape):
+        return False
+    try:
+        _measured(target, 0, tuple(node.args[1:]), (), False)
+    except (ValueError, RuntimeError, TypeError):
+        return False
+    return True
+
+
 def results_of(trace: Trace) -> Any:
     """Return the results of the current operation as values without labels."""
     meta = trace.node.meta.get("val")

@@ -145,7 +145,7 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a layer with a weight scaled by a vector: the vector scales its outputs or inputs instead."""
     weight: Any = node.args[1]
     name = r.name(node)
-    if r.name(weight) != "mul" or not r.only_for(weight, node) or "transpose" in name or argument(node, 6, "", 1) != 1:
+    if r.name(weight) != "mul" or not r.only_for(weight, node) or "transpose" in name:
         return None
     for matrix, gain in _factors(weight):
         own, sizes = r.shape(matrix), r.shape(gain)
@@ -153,7 +153,7 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
             continue
         sizes = (1,) * (len(own) - len(sizes)) + sizes
         axis = next((axis for axis in (0, 1) if max(sizes) == sizes[axis] == own[axis] > 1), None)
-        if axis is None or gain.meta["val"].numel() != own[axis]:
+        if axis is None or (axis == 1 and argument(node, 6, "groups", 1) != 1) or gain.meta["val"].numel() != own[axis]:
             continue
         vector = reshaped(r, gain, [own[axis]])
         wide = reshaped(r, vector, [own[axis], *[1] * (len(own) - 2)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing import (  # noqa: F401 (they register rules)
+    complex_rules,
     elementwise_rules,
     half_turns,
     linear_rules,

@@ -122,6 +122,27 @@ def _norm_except(v: Tensor, pow: float = 2, dim: int = 0) -> Tensor:
     return result
 
 
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    count = weight.ndim - 2
+    if transposed:
+        transpose = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[count - 1]
+        result: Tensor = transpose(x, weight, bias, stride, padding, output_padding, groups, dilation)
+        return result
+    plain = (torch.conv1d, torch.conv2d, torch.conv3d)[count - 1]
+    result = plain(x, weight, bias, stride, padding, dilation, groups)
+    return result
+
+
 def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
     (_, _) = x.shape
     return x.diagonal(diagonal)
@@ -136,6 +157,7 @@ FUNCTIONS: Mapping[str, Written] = {
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _matrix_product),
     "bilinear": _bilinear,
     "cdist": _distances,
+    "convolution": _convolution,
     "cosine_similarity": _cosine,
     "diag": _diagonal,
     "glu": _gated,

@@ -1,0 +1,124 @@
+"""Rewrite layers with parts that are zero, and grouped convolutions with computed weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.sums import with_parts
+
+aten = torch.ops.aten
+_MOST = 2**22  # elements of all windows of a convolution
+_REPEATS = operations(Trait.REGROUP | Trait.EXPAND) | {"repeat", "repeat_interleave", "index", "index_select"}
+_MOVES = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.CAST)
+
+
+def filled(r: Rewriter, item: Any) -> float | None:
+    """Return the number with which an operation fills a value of any size; None for other values."""
+    while r.name(item) in _MOVES:
+        item = item.args[0]
+    name = r.name(item)
+    if name == "full":
+        return r.number(item.args[1])
+    return {"zeros": 0.0, "ones": 1.0}.get(name)
+
+
+def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a layer of concatenated values as one layer per value, without those that are zero (initial states).
+
+    It applies if a value is zero, or if two values repeat one (the two ends of each edge of a graph), whose units the
+    layer reads twice.
+    """
+    value, weight = node.args[:2]
+    count = 0 if r.name(node) == "linear" else spatial_axes_of(r.name(node))
+    if r.name(value) != "cat" or not isinstance(value, fx.Node):
+        return None
+    parts: Any = value.args[0]
+    rank = len(r.shape(value))
+    channel = rank - 1 - count
+    groups = argument(node, 6, "groups", 1) if count else 1
+    if argument(value, 1, "dim", 0) % rank != channel or groups != 1 or "transpose" in r.name(node):
+        return None
+    origins = [_repeated(r, part) for part in parts]
+    twice = any(one is not None and one in origins[:at] for at, one in enumerate(origins))
+    if not twice and all(filled(r, part) != 0 for part in parts):
+        return None
+    total, start = None, 0
+    for part in parts:
+        size = r.shape(part)[channel]
+        if filled(r, part) != 0:
+            own = r.insert(aten.slice.Tensor, weight, 1, start, start + size)
+            layer = r.insert(node.target, part, own, *([None] * (total is not None) or node.args[2:3]), *node.args[3:])
+            total = layer if total is None else r.insert(aten.add.Tensor, total, layer)
+        start += size
+    return total
+
+
+def _repeated(r: Rewriter, part: fx.Node) -> fx.Node | None:
+    """Return the computed value of which another one only repeats or regroups elements; None for inputs."""
+    value = part
+    while r.name(value) in _REPEATS:
+        value = value.args[0]  # type: ignore[assignment]
+    return value if value.op == "call_function" and r.made_of(value) == "inputs" else None
+
+
+def joined_flat(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite stacked values whose new axis is merged with the next one as a concatenation along this axis."""
+    stack = node.args[0]
+    if r.name(node) not in operations(Trait.REGROUP) or r.name(stack) != "cat" or not r.only_for(stack, node):
+        return None
+    assert isinstance(stack, fx.Node)
+    parts: Any = stack.args[0]
+    shape = r.shape(stack)
+    axis = argument(stack, 1, "dim", 0) % len(shape)
+    wanted = (*shape[:axis], math.prod(shape[axis : axis + 2]), *shape[axis + 2 :])
+    if r.shape(node) != wanted or len(wanted) == len(shape):
+        return None
+    sizes = [[*r.shape(part)[:axis], math.prod(r.shape(part)[axis : axis + 2]), *shape[axis + 2 :]] for part in parts]
+    flat = [r.insert(aten.reshape.default, part, own) for part, own in zip(parts, sizes, strict=True)]
+    return r.insert(aten.cat.default, flat, axis)
+
+
+def grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a grouped convolution with computed weights as a product with the windows of its input, in groups."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    value, weight, bias, stride, padding, dilation, groups = (
+        argument(node, at, name, default)
+        for at, (name, default) in enumerate(zip(names, (None, None, None, 1, 0, 1, 1), strict=True))
+    )
+    shape, kernel, out = r.shape(value), r.shape(weight), r.shape(node)
+    count = spatial_axes_of(r.name(node))
+    if groups == 1 or weight in r.capture.states or r.made_of(weight) == "constants" or len(shape) != count + 2:
+        return None
+    if isinstance(padding, str) or math.prod(out[2:]) * math.prod(kernel[2:]) * math.prod(shape[:2]) > _MOST:
+        return None
+    if set(kernel[1:]) == {1} and out == shape:  # a gain
+        result = r.insert(aten.mul.Tensor, value, r.insert(aten.reshape.default, weight, [groups, *[1] * count]))
+        return result if bias is None else with_parts(r, result, bias, [groups, *[1] * count])
+    stride, padding, dilation = ([*own] * (count // len(own)) for own in map(_listed, (stride, padding, dilation)))
+    alone = shape[0] == 1  # the groups are the samples
+    parts = [groups, shape[1] // groups, *shape[2:]]
+    value = r.insert(aten.reshape.default, value, parts if alone else [shape[0], *parts])
+    if any(padding):
+        value = r.insert(aten.constant_pad_nd.default, value, [own for own in padding[::-1] for _ in range(2)])
+    first = 2 if alone else 3
+    for at in range(count):
+        width = dilation[at] * (kernel[2 + at] - 1) + 1
+        value = r.insert(aten.unfold.default, value, first + at, width, stride[at])
+        if dilation[at] > 1:
+            value = r.insert(aten.slice.Tensor, value, first + count + at, 0, width, dilation[at])
+    weight = r.insert(aten.reshape.default, weight, [groups, kernel[0] // groups, *kernel[1:]])
+    places, taps = "xyz"[:count], "ijk"[:count]
+    lead = "" if alone else "n"
+    equation = f"{lead}gc{places}{taps},goc{taps}->{lead}go{places}"
+    result = r.insert(aten.einsum.default, equation, [value, weight])
+    result = r.insert(aten.reshape.default, result, list(out))
+    return result if bias is None else with_parts(r, result, bias, [out[1], *[1] * count])
+
+
+def _listed(own: Any) -> list[int]:
+    return [own] if isinstance(own, int) else list(own)

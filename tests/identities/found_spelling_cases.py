@@ -1,0 +1,304 @@
+"""Functions in the spellings of popular code bases, whose groups once differed; see ``spelling_cases.py``."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from further_spelling_cases import images
+from helpers import of, parameter
+from spelling_cases import Function, Spelled, each, steps
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tried_spelling_cases import two_inputs
+
+L, C = nn.Linear, nn.Conv2d
+
+
+# ---- recurrent cells that begin with zeros
+
+
+def unrolled(gates: Callable[[Any, Tensor, Tensor], Any], width: int, axis: int) -> Spelled:
+    """Return an LSTM whose gates are computed in some way from the input and the hidden state."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(len(x), width, *x.shape[3:])
+        memory, outputs = torch.zeros_like(hidden), []
+        for step in range(x.shape[1]):
+            i, f, g, o = gates(s, x[:, step], hidden)
+            memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
+            hidden = o.sigmoid() * memory.tanh()
+            outputs.append(hidden)
+        return s.o(torch.stack(outputs, 1) if axis < 0 else hidden)
+
+    return forward
+
+
+CELLS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "cat": lambda s, x, h: s.w(torch.cat([x, h], -1)).chunk(4, -1),
+    "hstack": lambda s, x, h: s.w(torch.hstack([x, h])).split(3, -1),
+    "two products": lambda s, x, h: (F.linear(x, s.w.weight[:, :6]) + F.linear(h, s.w.weight[:, 6:], s.w.bias)).chunk(
+        4, -1
+    ),
+    "four layers": lambda s, x, h: [
+        F.linear(torch.cat([x, h], -1), *own) for own in zip(s.w.weight.chunk(4), s.w.bias.chunk(4), strict=True)
+    ],
+    "addmm": lambda s, x, h: torch.addmm(s.w.bias, torch.cat([x, h], 1), s.w.weight.t()).chunk(4, 1),
+}
+IMAGE_CELLS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "cat": lambda s, x, h: s.w(torch.cat([x, h], 1)).chunk(4, 1),
+    "two convolutions": lambda s, x, h: (
+        F.conv2d(x, s.w.weight[:, :3], s.w.bias, padding=1) + F.conv2d(h, s.w.weight[:, 3:], padding=1)
+    ).chunk(4, 1),
+    "four convolutions": lambda s, x, h: [
+        F.conv2d(torch.cat([x, h], 1), *own, padding=1)
+        for own in zip(s.w.weight.chunk(4), s.w.bias.chunk(4), strict=True)
+    ],
+}
+
+
+def films(samples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(samples, 2, 3, 4, 4, dtype=torch.float64),)
+
+
+def gru_of_parts(s: Any, x: Tensor) -> Tensor:
+    h, outputs = x.new_zeros(len(x), 3), []
+    for own in s.i(x).unbind(1):  # of which longer inputs have more
+        back = s.h(h)
+        reset, update = (own[:, :6] + back[:, :6]).sigmoid().chunk(2, -1)
+        h = (1 - update) * torch.tanh(own[:, 6:] + reset * back[:, 6:]) + update * h
+        outputs.append(h)
+    return s.o(torch.stack(outputs, 1))
+
+
+def gru_by_torch(s: Any, x: Tensor) -> Tensor:
+    weights = [s.i.weight, s.h.weight, s.i.bias, s.h.bias]
+    return s.o(torch.gru(x, x.new_zeros(1, len(x), 3), weights, True, 1, 0.0, False, False, True)[0])
+
+
+# ---- experts
+
+
+def expert(s: Any, x: Tensor, k: int) -> Tensor:
+    return F.linear(F.leaky_relu(F.linear(x, s.u[k], s.c[k])), s.v[k], s.d[k])
+
+
+def accumulated(s: Any, x: Tensor, p: Tensor) -> Tensor:
+    y = torch.zeros(len(x), 5, dtype=x.dtype)
+    for k in range(3):
+        y += p[:, k, None] * expert(s, x, k)
+    return y
+
+
+MIXED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "stack": lambda s, x, p: (torch.stack([expert(s, x, k) for k in range(3)], 1) * p[..., None]).sum(1),
+    "accumulated": accumulated,
+    "sum": lambda s, x, p: sum(p[:, k : k + 1] * expert(s, x, k) for k in range(3)),
+}
+
+
+# ---- grouped convolutions with computed weights
+
+
+def norm_of(n: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    gain = n.weight / (n.running_var + n.eps).sqrt()
+    return gain, n.bias - n.running_mean * gain
+
+
+def folded(s: Any, h: Tensor) -> Tensor:
+    gain, bias = norm_of(s.n)
+    return F.conv2d(h, s.w.weight * gain[:, None, None, None], bias, groups=4)
+
+
+DEPTHWISE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "batch norm": lambda s, h: s.n(s.w(h)),
+    "folded": folded,
+    "native": lambda s, h: torch.native_batch_norm(s.w(h), s.n.weight, s.n.bias, s.n.running_mean, s.n.running_var,
+        False, 0.1, s.n.eps)[0],
+    "convolution": lambda s, h: s.n(torch.convolution(h, s.w.weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 4)),
+}  # fmt: skip
+
+
+def kernels_of_samples(x: Tensor, w: Tensor) -> Tensor:
+    """Convolve each sample with its own kernel, as one group."""
+    batch, outputs = w.shape[:2]
+    y = F.conv2d(x.reshape(1, -1, *x.shape[2:]), w.flatten(0, 1), groups=batch)
+    return y.view(batch, outputs, *y.shape[2:])
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "groups": lambda x, w: kernels_of_samples(x, torch.einsum("bkoihw->boihw", w)),
+    "loop": lambda x, w: torch.stack([F.conv2d(one[None], own)[0] for one, own in zip(x, w.sum(1), strict=True)]),
+    "windows": lambda x, w: torch.einsum("bchwij,bocij->bohw", x.unfold(2, 3, 1).unfold(3, 3, 1), w.sum(1)),
+}
+
+
+def mixed_kernels(convolve: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        shares = s.g(x.mean((2, 3))).softmax(-1)
+        return s.b(torch.relu(convolve(x, shares[:, :, None, None, None, None] * s.w)))
+
+    return forward
+
+
+def decayed(scan: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    return lambda s, x: s.o(torch.relu(scan(s.i(x), torch.sigmoid(s.a))))
+
+
+def step_by_step(u: Tensor, a: Tensor) -> Tensor:
+    h, outputs = torch.zeros_like(u[:, 0]), []
+    for own in u.unbind(1):
+        h = a * h + own
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
+def by_kernel(u: Tensor, a: Tensor) -> Tensor:
+    length = u.shape[1]
+    kernel = torch.exp(torch.log(a)[:, None] * torch.arange(length)).flip(-1)
+    return F.conv1d(F.pad(u.mT, (length - 1, 0)), kernel[:, None], groups=u.shape[-1]).mT
+
+
+def by_fourier(u: Tensor, a: Tensor) -> Tensor:
+    length = u.shape[1]
+    kernel = torch.exp(torch.log(a)[:, None] * torch.arange(length))
+    product = torch.fft.rfft(u.mT, 2 * length) * torch.fft.rfft(kernel, 2 * length)
+    return torch.fft.irfft(product, 2 * length)[..., :length].mT
+
+
+# ---- complex numbers
+
+
+WAVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda h: torch.exp(1j * h).imag,
+    "polar": lambda h: torch.polar(torch.ones_like(h), h).imag,
+    "as real": lambda h: torch.view_as_real(torch.polar(torch.ones_like(h), h))[..., 1],
+}
+MATRICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "slices": lambda s, h: F.linear(h, s.w[..., 0] + s.w[..., 1]),
+    "unbind": lambda s, h: F.linear(h, sum(s.w.unbind(-1))),
+    "einsum": lambda s, h: torch.einsum("bi,oi->bo", h, s.w[..., 1] + s.w[:, :, 0]),
+}
+
+
+# ---- parts of several kinds
+
+
+def cascade(join: Callable[[list[Tensor]], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        one, two, three = F.leaky_relu(s.a(x)).chunk(3, -1)
+        two = F.leaky_relu(s.c(two))
+        return s.b(join([one, two, F.leaky_relu(s.d(two + three))]))
+
+    return forward
+
+
+JOINED: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "cat": lambda parts: torch.cat(parts, -1),
+    "stack": lambda parts: torch.stack(parts, 1).flatten(1),
+    "view": lambda parts: torch.stack(parts, -2).view(-1, 6),
+}
+
+
+# ---- kernels of width 1 as one
+
+
+def wide(s: Any, x: Tensor) -> Tensor:
+    return torch.cat([torch.tanh(x), x], 1)
+
+
+ADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum": lambda s, x: s.a(torch.tanh(x)) + s.b(x),
+    "cat": lambda s, x: F.conv2d(wide(s, x), torch.cat([s.a.weight, s.b.weight], 1), s.a.bias + s.b.bias),
+    "linear": lambda s, x: F.linear(wide(s, x).movedim(1, -1), torch.cat([s.a.weight, s.b.weight], 1)[..., 0, 0],
+        s.a.bias + s.b.bias).movedim(-1, 1),
+}  # fmt: skip
+BESIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "cat": lambda s, x: torch.cat([s.a(x), s.b(x)], 1),
+    "one kernel": lambda s, x: F.conv2d(x, torch.cat([s.a.weight, s.b.weight]), torch.cat([s.a.bias, s.b.bias])),
+    "matmul": lambda s, x: (torch.cat([s.a.weight, s.b.weight]).flatten(1) @ x.flatten(2) + torch.cat([s.a.bias,
+        s.b.bias])[:, None]).unflatten(-1, x.shape[2:]),
+}  # fmt: skip
+
+
+# ---- graph attention: a layer reads both ends of an edge
+
+
+def ends(h: Tensor) -> tuple[Tensor, Tensor]:
+    count = h.shape[1]
+    return h[:, :, None].expand(-1, -1, count, -1), h[:, None].expand(-1, count, -1, -1)
+
+
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "two products": lambda h, a: h @ a[:4] + (h @ a[4:]).mT,
+    "cat": lambda h, a: (torch.cat(ends(h), -1) @ a)[..., 0],
+    "linear": lambda h, a: F.linear(torch.cat(ends(h), -1), a.T).squeeze(-1),
+    "einsum": lambda h, a: (
+        torch.einsum("bnd,d->bn", h, a[:4, 0])[:, :, None] + torch.einsum("bnd,d->bn", h, a[4:, 0])[:, None]
+    ),
+}
+
+
+def graph_attention(score: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = x @ s.w
+        return s.b(F.elu(F.leaky_relu(score(h, s.a), 0.2).softmax(-1) @ h))
+
+    return forward
+
+
+# ---- operations that torch composes from others
+
+
+FIRST, LAST = torch.arange(4)[None, None], torch.arange(4, 8)[None, None]
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "chunk": lambda h: F.silu(h[..., :4]) * h[..., 4:],
+    "take_along_dim": lambda h: F.silu(torch.take_along_dim(h, FIRST, -1)) * torch.take_along_dim(h, LAST, -1),
+}
+GAINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda h, g: h * g,
+    "diag_embed": lambda h, g: torch.bmm(torch.diag_embed(g), h[..., None]).squeeze(-1),
+}
+SQUARES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda x, c: (x[:, None] - c).square().sum(-1),
+    "mse_loss": lambda x, c: F.mse_loss(*torch.broadcast_tensors(x[:, None], c), reduction="none").sum(-1),
+}
+
+
+FOUND: dict[str, Function] = {
+    "LSTM by hand": Function({"w": of(L, 9, 12), "o": of(L, 3, 5)}, steps(6), 0,
+        each(CELLS, lambda gates: unrolled(gates, 3, -1)), samples=80),
+    "LSTM of images by hand": Function({"w": of(C, 5, 8, 3, padding=1), "o": of(C, 2, 3, 2)}, films, 0,
+        each(IMAGE_CELLS, lambda gates: unrolled(gates, 2, 1)), samples=80),
+    "GRU by hand": Function({"i": of(L, 6, 9), "h": of(L, 3, 9), "o": of(L, 3, 5)}, steps(6), 6,
+        {"torch": gru_by_torch, "unbind": gru_of_parts}, samples=80),
+    "experts in turn": Function({"g": of(L, 6, 3), "u": parameter(3, 4, 6), "c": parameter(3, 4),
+        "v": parameter(3, 5, 4), "d": parameter(3, 5)}, two_inputs(6), 19,
+        each(MIXED, lambda mixed: lambda s, x: mixed(s, x, s.g(x).softmax(-1))), samples=80),
+    "depthwise convolution and batch norm": Function({"a": of(C, 2, 4, 2), "w": of(C, 4, 4, 2, groups=4, bias=False),
+        "n": of(nn.BatchNorm2d, 4), "b": of(C, 4, 3, 1)}, images(2, 5), 8,
+        each(DEPTHWISE, lambda own: lambda s, x: s.b(torch.tanh(own(s, F.leaky_relu(s.a(x))))))),
+    "kernels of samples": Function({"g": of(L, 2, 3), "w": parameter(3, 4, 2, 3, 3), "b": of(C, 4, 3, 2)}, images(2, 5),
+        7, each(KERNELS, mixed_kernels), samples=120),
+    "decaying sums": Function({"i": of(L, 6, 4), "a": parameter(4), "o": of(L, 4, 5)}, steps(6), 4,
+        each({"steps": step_by_step, "kernel": by_kernel, "Fourier": by_fourier}, decayed), samples=60),
+    "sines, complex": Function({"a": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), 0,
+        each(WAVES, lambda wave: lambda s, x: s.b(wave(3 * s.a(x))))),
+    "two matrices of one tensor": Function({"a": of(L, 6, 4), "w": parameter(3, 4, 2)}, two_inputs(6), 16,
+        each(MATRICES, lambda layer: lambda s, x: layer(s, F.leaky_relu(s.a(x))))),
+    "cascade of parts": Function({"a": of(L, 7, 6, bias=False), "c": of(L, 2, 2, bias=False),
+        "d": of(L, 2, 2, bias=False), "b": of(L, 6, 5)},
+        two_inputs(7), 8, each(JOINED, cascade), samples=40),
+    "kernels of width 1, added": Function({"a": of(C, 3, 4, 1), "b": of(C, 3, 4, 1), "o": of(C, 4, 3, 1)}, images(3, 4),
+        8, each(ADDED, lambda own: lambda s, x: s.o(torch.relu(own(s, x))))),
+    "kernels of width 1, side by side": Function({"a": of(C, 3, 2, 1), "b": of(C, 3, 4, 1), "o": of(C, 6, 3, 1)},
+        images(3, 4), 6, each(BESIDE, lambda own: lambda s, x: s.o(torch.relu(own(s, x))))),
+    "graph attention": Function({"w": parameter(6, 4), "a": parameter(8, 1), "b": of(L, 4, 3)}, steps(6, 4), 0,
+        each(PAIRS, graph_attention), samples=60),
+    "gated, taken apart": Function({"u": of(L, 6, 8), "d": of(L, 4, 5)}, steps(6), 4,
+        each(GATES, lambda gate: lambda s, x: s.d(gate(s.u(x)))), samples=60),
+    "gains that a layer makes": Function({"a": of(L, 6, 4), "g": of(L, 5, 4), "b": of(L, 4, 3)}, two_inputs(6, 5), 8,
+        each(GAINS, lambda gain: lambda s, x, c: s.b(gain(torch.relu(s.a(x)), s.g(c))))),
+    "radial functions": Function({"c": parameter(5, 4), "o": of(L, 5, 3)}, two_inputs(4), 0,
+        each(SQUARES, lambda far: lambda s, x: s.o(torch.exp(-far(x, s.c) / math.sqrt(4))))),
+}  # fmt: skip
