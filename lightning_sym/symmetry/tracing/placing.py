@@ -145,20 +145,20 @@ class Placing(TraceState):
         return replace(result, state=None, chooses=value.chooses)
 
     def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
-        """Give each element of a matrix its own unit, if only the current operation reads the matrix.
+        """Give each place on axes of a parameter that become one its own unit, if only the current operation reads it.
 
         Args:
-            value: A parameter, perhaps after moves.
+            value: A parameter, perhaps after moves: a matrix, or the weights of heads.
             function: The next move.
 
         Returns:
-            The moved value with one label; None for other values, for matrices read in part, and for those with other
-            readers.
+            The moved value with these labels; None for other values, for parameters read in part, and for those with
+            other readers.
         """
         root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
         axes = tuple(axis for axis, size in enumerate(root.shape) if size > 1)
         name = root.state
-        if name is None or name in self.joint or len(axes) != 2 or root.members is not None:
+        if name is None or name in self.joint or len(axes) < 2 or root.members is not None:
             return None
         if not self._is_read_here_only(name):
             return None
@@ -168,18 +168,30 @@ class Placing(TraceState):
                 tensor = step(tensor)
             return function(tensor)
 
-        count = int(np.prod(root.shape))
-        place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
-        if len(rising(place.numpy())) < count:
-            return None
+        along = {axis: set(varying_axes(moved(coordinates(root.shape, (axis,))))) for axis in axes}
+        groups: list[tuple[int, ...]] = []
+        for axis in axes:  # those that meet on an axis of the result
+            met = [own for own in groups if any(along[axis] & along[other] for other in own)]
+            groups = [own for own in groups if own not in met] + [tuple(sorted({axis}.union(*met)))]
+        found, labels = [], []
+        for own in groups:
+            count = int(np.prod([root.shape[axis] for axis in own]))
+            place = moved(coordinates(root.shape, own)) if count <= _MOST else torch.zeros(1)
+            if len(rising(place.numpy())) < count:
+                return None
+            label = next(each for each in root.labels if each.axes == own[:1])
+            if len(own) > 1:
+                label = self.constraints.fresh(own, tuple(root.shape[axis] for axis in own), tag=UNSET)
+            labels.append(label)
+            found.append(self._moved(replace(root, labels=(label,)), label, place, moved, True))
         self.joint.add(name)
+        single = [own[0] for own in groups if len(own) == 1]
         for label in root.labels:
-            self.constraints.fix(label)
-        label = self.constraints.fresh(axes, tuple(root.shape[axis] for axis in axes), tag=UNSET)
+            if label.axes[0] in axes and label.axes[0] not in single:
+                self.constraints.fix(label)
         rest = tuple(own for own in root.labels if own.axes[0] not in axes)
-        self.axis_labels[name] = (*rest, label)
-        result = self._moved(replace(root, labels=(label,)), label, place, moved, True)
-        return Value(tuple(place.shape), () if result is None else (result,))
+        self.axis_labels[name] = (*rest, *labels)
+        return Value(tuple(place.shape), tuple(own for own in found if own is not None))
 
     def _is_read_here_only(self, name: str) -> bool:
         """Whether the current operation is the only reader of a parameter, apart from moves."""
