@@ -7,7 +7,7 @@ that are multiplied member by member (experts) remain stacks, and so do the weig
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -42,11 +42,26 @@ def flatten_heads(r: Rewriter) -> int:
     return len(found)
 
 
-def _of_heads(r: Rewriter, node: fx.Node) -> tuple[str, str, str, fx.Node, fx.Node] | None:
-    """Return the letters of a value, of weights with three or more axes and of their product, and both factors.
+class _Product(NamedTuple):
+    """A product of a value and weights with three or more axes, of which each is summed or one of the result.
 
-    None if a letter of the weights is one of both factors and of the result.
+    Attributes:
+        one: The letters of the value's axes.
+        two: The letters of the weights' axes.
+        out: The letters of the result's axes. Axes of size 1 of one factor, for the sake of the other, have "-" there.
+        value: The value.
+        weight: The weights.
     """
+
+    one: str
+    two: str
+    out: str
+    value: fx.Node
+    weight: fx.Node
+
+
+def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
+    """Return a product with weights of heads; None for other operations, and for matrices of separate members."""
     equation = equation_of(node)
     if equation is None:
         return None
@@ -56,10 +71,17 @@ def _of_heads(r: Rewriter, node: fx.Node) -> tuple[str, str, str, fx.Node, fx.No
         one, two, first, second = two, one, second, first
     if r.made_of(first) != "inputs" or r.made_of(second) != "weights" or len(two) < 3:
         return None
-    sizes = dict(zip(one, r.shape(first), strict=True))
-    alike = all(sizes.get(letter, size) == size for letter, size in zip(two, r.shape(second), strict=True))
-    apart = all((letter in one) != (letter in out) for letter in two) and all(letter in two + out for letter in one)
-    return (one, two, out, first, second) if alike and apart else None
+    own, other = (dict(zip(letters, r.shape(part), strict=True)) for letters, part in ((one, first), (two, second)))
+    narrow = {letter for letter in out if other.get(letter) == 1 and letter in own}
+    wide = {letter for letter in out if own.get(letter) == 1 and letter in other} - narrow
+    one, two = ("".join("-" if letter in some else letter for letter in letters) for letters, some in (
+        (one, wide), (two, narrow)))  # fmt: skip
+    own, other = (dict(zip(letters, r.shape(part), strict=True)) for letters, part in ((one, first), (two, second)))
+    alike = all(own.get(letter, size) == size for letter, size in other.items() if letter != "-")
+    apart = all((letter in one) != (letter in out) for letter in two if letter != "-")
+    known = all(letter in two + out + "-" for letter in one)
+    several = len(two.replace("-", "")) > 2
+    return _Product(one, two, out, first, second) if alike and apart and known and several else None
 
 
 def _meets_members(r: Rewriter, node: fx.Node) -> bool:
@@ -114,6 +136,10 @@ def _as_layer(r: Rewriter, node: fx.Node, end: fx.Node) -> fx.Node | None:
         end: The product, or its only reader, if that adds weights to the units alone; else the result is None.
     """
     one, two, out, value, weight = _of_heads(r, node)  # type: ignore[misc]
+    while "-" in one:
+        value, one = r.insert(aten.select.int, value, one.index("-"), 0), one.replace("-", "", 1)
+    while "-" in two:
+        weight, two = r.insert(aten.select.int, weight, two.index("-"), 0), two.replace("-", "", 1)
     sizes: dict[str, int] = dict(zip(two, r.shape(weight), strict=True)) | dict(zip(one, r.shape(value), strict=True))
     rows = "".join(letter for letter in out if letter in two)
     columns = "".join(letter for letter in two if letter in one)

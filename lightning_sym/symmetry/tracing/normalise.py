@@ -28,6 +28,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     reshaped,
     shown,
     stored,
+    summed_members,
 )
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
@@ -108,7 +109,9 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum, product or extremum of a stack as a chain of operations, and the sum of a product."""
     stack = _stacked(r, node)
     if stack is None:
-        return (_hidden_in_sum(r, node) or summed_product(r, node)) if r.name(node) == "sum" else None
+        if r.name(node) != "sum":
+            return None
+        return summed_members(r, node) or _hidden_in_sum(r, node) or summed_product(r, node)
     values: Any = stack.args[0]
     axis, has = argument(stack, 1, "dim", 0) % len(r.shape(stack)), r.name(stack) == "cat"
     if has and all(r.name(value) == "unsqueeze" and value.args[1] % len(r.shape(stack)) == axis for value in values):

@@ -136,7 +136,9 @@ class Products(Contractions):
         sizes: dict[str, int] = {}
         for term, value in zip((first, second), values, strict=True):
             sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, value.shape, strict=True)}  # type: ignore[union-attr]
-        (x, one), (y, two) = (self._shared(value, term, out, sizes) for value, term in zip(values, (first, second), strict=True))  # type: ignore[arg-type]
+        (x, one), (y, two) = (
+            self._shared(value, term, out, sizes) for value, term in zip(values, (first, second), strict=True)
+        )  # type: ignore[arg-type]
         if self._are_normed(x, y, one, two):
             where = self.constants.capture.modules.get(node, "forward")
             self.system.blind[
