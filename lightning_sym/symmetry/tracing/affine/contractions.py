@@ -503,12 +503,9 @@ class Contractions(Algebra):
     def _rows(self, value: Value, weights: Value, by: Sum, summed: frozenset[int]) -> Rows | None:
         """Return the row changes of a weight that a relation of its input allows; None without such a relation."""
         relation, name = value.relation, weights.origin[0]  # type: ignore[index]
-        if (
-            relation is None
-            or self._picks_members(weights, by.turned)
-            or relation.axes != {by.one.index(letter) for letter in by.gone}
-            or not by.gone
-        ):
+        if relation is None or not by.gone or self._picks_members(weights, by.turned):
+            return None
+        if relation.axes != {by.one.index(letter) for letter in by.gone}:
             return None
         order = self._order(weights, by, summed)
         if order is None:

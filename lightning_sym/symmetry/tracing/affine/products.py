@@ -132,13 +132,14 @@ class Products(Contractions):
         equation, values = equation_of(node), [self._value(own) for own in given]
         if equation is None or None in values:
             return None
-        first, second, out = letters_of(equation)
+        terms, out = letters_of(equation)[:2], letters_of(equation)[2]
         sizes: dict[str, int] = {}
-        for term, value in zip((first, second), values, strict=True):
+        for term, value in zip(terms, values, strict=True):
             sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, value.shape, strict=True)}  # type: ignore[union-attr]
         (x, one), (y, two) = (
-            self._shared(value, term, out, sizes) for value, term in zip(values, (first, second), strict=True)
-        )  # type: ignore[arg-type]
+            self._shared(value, term, out, sizes)  # type: ignore[arg-type]
+            for value, term in zip(values, terms, strict=True)
+        )
         if self._are_normed(x, y, one, two):
             where = self.constants.capture.modules.get(node, "forward")
             self.system.blind[
