@@ -1,32 +1,43 @@
 """Spell weights with an axis of heads as matrices, where other layers of the same heads are matrices.
 
-`einsum("bpd,hde->bphe", x, W)` is a layer whose outputs are numbered by (h, e). Stacks of such weights keep members apart
-(docs/theory/intertwiners.md, 2.14), but a stack cannot share its units with a layer whose outputs are numbered by one
-axis. So if some layers of a network are written in one way and some in the other, all are written as matrices. Weights
-that are multiplied member by member (experts) remain stacks, and so do the weights before them.
+The product `einsum("bpd,hde->bphe", x, W)` is a layer with outputs numbered by (h, e). A stack of such weights keeps
+its members apart (docs/theory/intertwiners.md, 2.14), but shares no units with a layer whose outputs one axis numbers.
+So if a network has layers of both kinds, all are written as matrices. Weights that are multiplied member by member
+(experts) remain stacks, and so do the weights before them.
+
+In the same way, stacked values of different layers whose units never meet become one value with the units of all.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import VIEWS, permuted, reshaped
-from lightning_sym.symmetry.tracing.nodes import equation_of, letters_of
+from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
+_MOST = 64  # operations on values of a stack
 _CHANGES_AXES = operations(Trait.REGROUP)
 
 
-def flatten_heads(r: Rewriter) -> int:
-    """Rewrite products with weights of heads as linear layers, if the network mixes both spellings.
+def spell_heads(r: Rewriter) -> int:
+    """Rewrite values of heads as values with one axis for the units of all.
 
     Returns:
         The number of changes.
     """
+    return _join_stacks(r) + _flatten_weights(r)
+
+
+def _flatten_weights(r: Rewriter) -> int:
+    """Rewrite products with weights of heads as linear layers, if the network mixes both spellings."""
     nodes = [node for node in r.graph.nodes if r.name(node) in ("einsum", "matmul")]
     found = [node for node in nodes if _of_heads(r, node) is not None and not _meets_members(r, node)]
     if not found or not any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear"):
@@ -165,3 +176,82 @@ def _as_layer(r: Rewriter, node: fx.Node, end: fx.Node) -> fx.Node | None:
     made = made if bias is None else r.insert(aten.add.Tensor, made, bias)
     made = reshaped(r, made, [sizes[letter] for letter in rest + rows])
     return permuted(r, made, [(rest + rows).index(letter) for letter in out])
+
+
+def _join_stacks(r: Rewriter) -> int:
+    """Rewrite stacks of values with units of different layers as values with the units of all, if these stay apart."""
+    changes = 0
+    for node in [own for own in r.graph.nodes if r.name(own) == "cat"]:
+        parts: Any = node.args[0]
+        rank = len(r.shape(node))
+        axis = argument(node, 1, "dim", 0) % rank
+        if len(parts) < 2 or any(r.name(part) != "unsqueeze" or part.args[1] % rank != axis for part in parts):
+            continue
+        values = [part.args[0] for part in parts]
+        units = [unit_axes(r, value) for value in values]
+        if any(own != units[0] for own in units) or len(units[0]) != 1 or not _have_own_weights(r, values):
+            continue
+        (unit,) = units[0]
+        if _stay_apart(r, node, axis, unit + (unit >= axis)):
+            r.at = node
+            joined = r.insert(aten.cat.default, values, unit)
+            shape = list(r.shape(values[0]))
+            shape[unit : unit + 1] = [len(values), shape[unit]]
+            order = [own for own in range(rank) if own != unit]
+            order.insert(axis, unit)
+            r.replace(node, permuted(r, reshaped(r, joined, shape), order))
+            changes += 1
+    return changes
+
+
+def _have_own_weights(r: Rewriter, values: Sequence[fx.Node]) -> bool:
+    """Whether each value depends on weights on which no other value depends."""
+    states = [{node for node in ancestors(value) if node in r.capture.states} for value in values]
+    return all(own - set().union(*(other for other in states if other is not own)) for own in states)
+
+
+def _stay_apart(r: Rewriter, stack: fx.Node, members: int, units: int) -> bool:
+    """Whether no operation treats the units of all members equally before a layer reads all of them.
+
+    Args:
+        r: The rewriter.
+        stack: A stack of values.
+        members: The axis of the stack.
+        units: The axis that units index.
+    """
+    left, met = [(stack, members, units)], set()
+    while left:
+        value, members, units = left.pop()
+        for user in value.users:
+            if (user, value) in met:
+                continue
+            met.add((user, value))
+            after = _axes_after(r, user, value, members, units)
+            if after is None or len(met) > _MOST:
+                return False
+            left += [(user, *after)] if after else []
+    return True
+
+
+def _axes_after(
+    r: Rewriter, user: fx.Node, value: fx.Node, members: int, units: int
+) -> tuple[()] | tuple[int, int] | None:
+    """Return the axes of members and units in a result; () where all units are read; None where they meet."""
+    name = r.name(user)
+    if name in operations(Trait.MOVE) and user.all_input_nodes == [value] and isinstance(user.meta["val"], Tensor):
+        moves = [moved(user, coordinates(r.shape(value), (axis,))) for axis in (members, units)]
+        if any(own is None for own in moves):
+            return None
+        one, two = (varying_axes(own) for own in moves)
+        return () if one == two else (one[0], two[0]) if len(one) == len(two) == 1 else None
+    if (equation := equation_of(user) if name in ("matmul", "einsum", "linear") else None) is not None:
+        *terms, out = letters_of(equation)
+        given: Any = user.args[1] if name == "einsum" else user.args[:2]
+        own, other = terms if given[0] is value else terms[::-1]
+        member, unit = own[members], own[units]
+        if unit not in out:
+            return () if member not in out or member in other else None
+        return (out.index(member), out.index(unit)) if member in out else None
+    if name in operations(Trait.POINTWISE | Trait.CAST) | {"neg"} and user.all_input_nodes == [value]:
+        return members, units
+    return None

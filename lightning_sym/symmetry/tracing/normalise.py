@@ -33,7 +33,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
-from lightning_sym.symmetry.tracing.heads import flatten_heads
+from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
@@ -61,7 +61,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     rewriter = Rewriter(functional(capture), kept)
     rewriter.erase_unread()
     _spell(rewriter)
-    for respell in (respell_layers, recognise_batch_norms, flatten_heads):
+    for respell in (respell_layers, recognise_batch_norms, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)
