@@ -39,7 +39,7 @@ def spell_heads(r: Rewriter) -> int:
 def _flatten_weights(r: Rewriter) -> int:
     """Rewrite products with weights of heads as linear layers, if the network mixes both spellings."""
     nodes = [node for node in r.graph.nodes if r.name(node) in ("einsum", "matmul")]
-    found = [node for node in nodes if _of_heads(r, node) is not None and not _meets_members(r, node)]
+    found = [node for node in nodes if (own := _of_heads(r, node)) is not None and _is_flat(r, node, own)]
     if not found or not any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear"):
         return 0
     for node in found:
@@ -93,6 +93,13 @@ def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
     known = all(letter in two + out + "-" for letter in one)
     several = len(two.replace("-", "")) > 2
     return _Product(one, two, out, first, second) if alike and apart and known and several else None
+
+
+def _is_flat(r: Rewriter, node: fx.Node, product: _Product) -> bool:
+    """Whether the outputs of all heads may be units of one axis."""
+    rows = [axis for axis, letter in enumerate(product.out) if letter in product.two]
+    apart = all(_stay_apart(r, node, member, rows[-1]) for member in rows[:-1])
+    return apart and not _meets_members(r, node)
 
 
 def _meets_members(r: Rewriter, node: fx.Node) -> bool:
@@ -252,6 +259,7 @@ def _axes_after(
         if unit not in out:
             return () if member not in out or member in other else None
         return (out.index(member), out.index(unit)) if member in out else None
-    if name in operations(Trait.POINTWISE | Trait.CAST) | {"neg"} and user.all_input_nodes == [value]:
-        return members, units
-    return None
+    each = operations(Trait.POINTWISE | Trait.CAST | Trait.JOIN | Trait.PRODUCT) | {"neg"}
+    others = [r.made_of(own) for own in user.all_input_nodes if own is not value]
+    alone = name in each and "inputs" not in others and r.shape(user) == r.shape(value)
+    return (members, units) if alone else None

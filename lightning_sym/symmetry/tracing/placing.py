@@ -1,6 +1,6 @@
 """Labels after operations that move elements, or that act along an axis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,12 +144,15 @@ class Placing(TraceState):
         result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
         return replace(result, state=None, chooses=value.chooses)
 
-    def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
+    def _jointly(
+        self, value: Value, function: Callable[[Tensor], Tensor], together: Sequence[Collection[int]] = ()
+    ) -> Value | None:
         """Give each place on axes of a parameter that become one its own unit, if only the current operation reads it.
 
         Args:
             value: A parameter, perhaps after moves: a matrix, or the weights of heads.
             function: The next move.
+            together: Axes of the result that count as one.
 
         Returns:
             The moved value with these labels; None for other values, for parameters read in part, and for those with
@@ -168,7 +171,10 @@ class Placing(TraceState):
                 tensor = step(tensor)
             return function(tensor)
 
-        along = {axis: set(varying_axes(moved(coordinates(root.shape, (axis,))))) for axis in axes}
+        along = {}
+        for axis in axes:
+            shown = varying_axes(moved(coordinates(root.shape, (axis,))))
+            along[axis] = {min(next((own for own in together if place in own), [place])) for place in shown}
         groups: list[tuple[int, ...]] = []
         for axis in axes:  # those that meet on an axis of the result
             met = [own for own in groups if any(along[axis] & along[other] for other in own)]
