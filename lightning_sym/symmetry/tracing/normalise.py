@@ -281,7 +281,7 @@ def _of_integers(r: Rewriter, node: fx.Node) -> bool:
 
 
 def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite rows of a weight matrix at input integers as an embedding, and consecutive rows as a slice."""
+    """Rewrite rows of a weight matrix at integers as an embedding, and consecutive rows as a slice."""
     table, place = node.args[0], node.args[1]
     if r.made_of(table) == "inputs":
         return _repeated_at(r, node)
@@ -300,6 +300,8 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if r.made_of(place) == "inputs":
         return r.insert(aten.embedding.default, table, place)
     known = r.constant(place)
+    if known is not None and known.ndim > 1 and known.numel() and int(known.min()) >= 0:
+        return r.insert(aten.embedding.default, table, place)  # as relative positions of pairs
     if known is None or known.ndim != 1 or not len(known) or bool((known.diff() != 1).any()) or int(known[0]) < 0:
         return None
     return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)
