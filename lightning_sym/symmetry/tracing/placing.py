@@ -19,6 +19,7 @@ from lightning_sym.symmetry.tracing.coordinates import (
     rows_of,
     varying_axes,
 )
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.trace_state import TraceState
 from lightning_sym.symmetry.tracing.values import Value
 
@@ -163,7 +164,7 @@ class Placing(TraceState):
         name = root.state
         if name is None or name in self.joint or len(axes) < 2 or root.members is not None:
             return None
-        if not self._is_read_here_only(name):
+        if not self._is_read_here_only(name) or (len(axes) > 2 and not self._is_multiplied()):
             return None
 
         def moved(tensor: Tensor) -> Tensor:
@@ -205,6 +206,13 @@ class Placing(TraceState):
         while len(nodes) == 1 and nodes[0] is not self.node:
             nodes = list(nodes[0].users)
         return bool(nodes) and nodes[0] is self.node
+
+    def _is_multiplied(self) -> bool:
+        """Whether a product reads the current operation's result, apart from moves: a layer with weights of heads."""
+        nodes = [self.node]
+        while len(nodes) == 1 and name_of(nodes[0]) in operations(Trait.MOVE):
+            nodes = list(nodes[0].users)
+        return bool(nodes) and all(name_of(node) in ("linear", "matmul", "einsum") for node in nodes)
 
     def disjoint(self, value: Value) -> Value:
         """Keep only the label with the most units on each axis, and fix the others."""
