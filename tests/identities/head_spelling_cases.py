@@ -209,6 +209,27 @@ MODULES: dict[str, Spelled] = {
 }
 
 
+# ---- relative positions
+
+
+def relative(scores: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in apart(s, x))
+        weights = ((q @ k.mT + scores(s, q)) / math.sqrt(SIZE)).softmax(-1)
+        return s.o((weights @ v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+RELATIVE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "einsum": lambda s, q: torch.einsum("bhie,ije->bhij", q, s.e[APART]),
+    "embedding": lambda s, q: torch.einsum("bhie,ije->bhij", q, F.embedding(APART, s.e)),
+    "matmul": lambda s, q: (q.transpose(1, 2) @ s.e[APART].mT).transpose(1, 2),
+    "rows": lambda s, q: (q[..., None, :] @ s.e[APART].mT)[..., 0, :],
+    "sum": lambda s, q: (q[..., None, :] * s.e[APART]).sum(-1),
+}
+
+
 # ---- experts
 
 
@@ -252,6 +273,8 @@ HEAD_CASES: dict[str, Function] = {
     "layers, then heads in an array": Function(FLAT | LAST, steps(WIDTH, 4), 48, LAYERS_FIRST),
     "a module for each head": Function({"heads": lambda: nn.ModuleList(Head() for _ in range(COUNT))} | OUT,
         steps(WIDTH, 4), 48, MODULES),
+    "relative positions of heads": Function(FLAT | OUT | {"e": parameter(7, SIZE)}, steps(WIDTH, 4), 42,
+        each(RELATIVE, relative), samples=60),
     "experts before a norm": Function(EXPERTS, steps(WIDTH, 4), 54,
         each(MIXTURES, experts) | {"expert by expert": expert_by_expert}, samples=60),
 }  # fmt: skip

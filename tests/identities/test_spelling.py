@@ -235,7 +235,7 @@ def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
-        "temperature per head", "shared queries and keys"],
+        "temperature per head", "shared queries and keys", "heads in arrays"],
 )  # fmt: skip
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
