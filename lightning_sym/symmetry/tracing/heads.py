@@ -77,7 +77,8 @@ def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
     if equation is None:
         return None
     one, two, out = letters_of(equation)
-    first, second = node.args[1] if r.name(node) == "einsum" else node.args[:2]  # type: ignore[misc]
+    given: Any = node.args[1] if r.name(node) == "einsum" else node.args[:2]
+    first, second = given
     if r.made_of(first) == "weights":
         one, two, first, second = two, one, second, first
     if r.made_of(first) != "inputs" or r.made_of(second) != "weights" or len(two) < 3:
