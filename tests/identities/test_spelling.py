@@ -13,6 +13,7 @@ import pytest
 import torch
 from found_spelling_cases import FOUND
 from further_spelling_cases import FURTHER
+from head_spelling_cases import HEAD_CASES
 from helpers import of, one_in, parameter
 from spelled_layers import ANGLES, COS, SIN
 from spelling_cases import FUNCTIONS, Function, rotary, steps
@@ -23,7 +24,7 @@ from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-ALL = FUNCTIONS | FURTHER | TRIED | FOUND
+ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11
@@ -221,10 +222,21 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
     assert symmetry.dimension <= traced(name, spelling).dimension
 
 
+@pytest.mark.parametrize("name", HEAD_CASES)
+def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
+    symmetry = traced(name, reference(name))
+    network, generator = ALL[name].network(reference(name)), torch.Generator().manual_seed(0)
+    first, second = symmetry.sample(generator), symmetry.sample(generator)
+    one = symmetry.act(second, symmetry.act(first, network)).state_dict()
+    two = symmetry.act(symmetry.compose(second, first), network).state_dict()
+    for key, tensor in one.items():
+        assert float((tensor - two[key]).abs().max()) < EXACT * float(tensor.abs().max()), key
+
+
 @pytest.mark.parametrize(
     "name",
     ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
-        "temperature per head", "shared queries and keys"],
+        "temperature per head", "shared queries and keys", "heads in arrays"],
 )  # fmt: skip
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))

@@ -200,6 +200,9 @@ class Action:
             lead: Number of leading axes.
         """
         for slot in self.structure.slots_of.get(name, ()):
+            if slot.of_stack:
+                values = self._on_thin_stack(values, slot, axes, lead)
+                continue
             if len(slot.axes) > 1 or not (slot.axes[0] in axes if slot.axes else 0 in axes or values.ndim == lead):
                 continue
             source = self.source_in(slot) if self.permutes else None
@@ -214,6 +217,32 @@ class Action:
             values = values if source is None else values.index_select(at, torch.from_numpy(source))
             values = values * scale.reshape(shape) if slot.offset in self._scaled else values
         return values
+
+    def _on_thin_stack(self, values: Tensor, slot: Slot, axes: Collection[int], lead: int) -> Tensor:
+        """Apply the linear part on one slot of a stack to a translation; without its inner axis, permute members."""
+        (_, inner), front = slot.axes, values.shape[:lead]
+        thin = [axis for axis in slot.axes if values.shape[lead + axis] < slot.shape[slot.axes.index(axis)]]
+        if 0 not in axes or (len(thin) == 2 and inner not in axes):
+            return values
+        source, scale = self.source_in(slot), self.scale[slot.rows]
+        if inner not in axes:
+            return values.index_select(lead, torch.from_numpy(source.reshape(slot.shape)[:, 0] // slot.shape[1]))
+        if len(thin) == 2:
+            return values * float(scale[source][0])
+        whole = [slot.shape[slot.axes.index(axis)] if axis in slot.axes else size
+                 for axis, size in enumerate(values.shape[lead:])]  # fmt: skip
+        at = (lead, lead + inner)
+        flat = self._by_matrices(together(values.expand(*front, *whole), at), slot, 0)
+        flat = rearranged(flat, {0: source}, {0: scale[source]})
+        result = apart(flat, at, slot.shape)
+        for axis in thin:
+            result = result.narrow(lead + axis, 0, 1)
+        return result
+
+    def splits(self, name: str, axes: Collection[int]) -> bool:
+        """Return whether units of a tensor lie on one of some axes together with another axis."""
+        return any(slot.of_stack and len({axis in axes for axis in slot.axes}) > 1
+                   for slot in self.structure.slots_of.get(name, ()))  # fmt: skip
 
     # On parameters and buffers.
 
@@ -271,6 +300,8 @@ class Action:
             added = [Summand(together(summand.whole.expand(tensor.shape), axes)) for summand in added]
             tensor = together(tensor, axes)
         elif stacked:
+            for summand in added:
+                tensor = summand.added_to(tensor)
             return self._moved_in_stack(tensor, slots, power)
         result = tensor.detach()
         matrices = [slot for slot in slots if self.acts_by_matrices(slot)]

@@ -4,7 +4,7 @@ See docs/theory/translations.md.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,9 @@ class Linear(Protocol):
 
     def on_thin(self, name: str, values: Tensor, axes: Collection[int], lead: int = 0) -> Tensor:
         """Return the image of an addition to a tensor."""
+
+    def splits(self, name: str, axes: Collection[int]) -> bool:
+        """Return whether units lie on one of some axes together with another axis."""
 
     def moved(self, tensor: Tensor, name: str) -> Tensor:
         """Return the image of a tensor."""
@@ -122,24 +125,40 @@ class _Carrier:
     def _rows(self, rows: Readers, values: Tensor) -> Tensor:
         whole = self.parts.shapes[rows.name]
         others = [axis for axis in range(len(whole)) if axis not in rows.axes]
-        values = self.action.on_thin(rows.name, values, others, 1)
         thin = [size if axis in rows.axes else 1 for axis, size in enumerate(whole)]
         count = len(values)
         before, after = (own.coefficient(rows) for own in (self.here, self.there))
         inside = torch.zeros(count, len(rows.segments), dtype=torch.float64)
         inside[torch.from_numpy(rows.segments), torch.arange(len(rows.segments))] = before
-        moved = self.action.on_thin(rows.name, inside.reshape(count, *thin), rows.axes, 1).reshape(count, -1)
+        inside = inside.reshape(count, *thin)
         at = torch.from_numpy(np.unique(rows.segments, return_index=True)[1])
+        if self.action.splits(rows.name, rows.axes):  # no axis alone says what moves
+            moved = self._on_all_axes(rows.name, rows.axes, (values * inside).sum(0), values.shape[1:])
+            return (moved[:, at] / after[at]).T.reshape(values.shape)
+        values = self.action.on_thin(rows.name, values, others, 1)
+        moved = self.action.on_thin(rows.name, inside, rows.axes, 1).reshape(count, -1)
         factors = moved[:, at] / after[at]  # (segments before, segments after)
         result: Tensor = torch.tensordot(factors, values, ([0], [0]))
         return result
 
+    def _on_all_axes(self, name: str, axes: Sequence[int], added: Tensor, thin: Sequence[int]) -> Tensor:
+        """Return the image of an addition to a weight. Shape (places on other axes, of a thin array; on these)."""
+        moved = self.action.on_thin(name, added[None], range(added.ndim), 1)[0]
+        others = [axis for axis in range(added.ndim) if axis not in axes]
+        for axis in others:
+            moved = moved.narrow(axis, 0, thin[axis])
+        return moved.permute(*others, *axes).flatten(len(others)).flatten(0, -2)
+
     def _writers(self, part: Writers, element: Tensor) -> Tensor:
         multiples = torch.from_numpy(self.here.of_writers(element, part).reshape(-1, *part.shape))
+        rows, solve = _solver(self.there, part, self.there.patterns(part))
+        if self.action.splits(part.name, part.axes):  # no axis alone says what moves
+            made = (self.here.spread_patterns(part) * multiples).sum(0)
+            moved = self._on_all_axes(part.name, part.axes, made, part.at.shape)
+            return torch.from_numpy(solve(moved.numpy()[rows])).reshape(-1)
         multiples = self.action.on_thin(part.name, multiples, part.axes, 1)
         count = len(part.columns)
         moved = self.action.on_thin(part.name, self.here.spread_patterns(part), part.kept(), 1).reshape(count, -1)
-        rows, solve = _solver(self.there, part, self.there.patterns(part))
         factors = solve(moved[:, torch.from_numpy(rows)].numpy().T.copy())
         made = sparse.csr_matrix(factors) @ multiples.reshape(count, -1).numpy()
         return torch.from_numpy(np.ascontiguousarray(made)).reshape(-1)

@@ -1,5 +1,6 @@
 """Spell loops over parts in one way: equal operations on parts of a value become one operation on all parts."""
 
+import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -55,11 +56,32 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # initial term of Python's sum
     if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
         return None
+    if (total := _summed_layers(r, leaves, readers)) is not None:
+        return total
     branches = _Branches(r)
     lifted = branches.lift(leaves, readers)
     if lifted is None or not lifted.along or not branches.experts:
         return None
     return r.insert(aten.sum.dim_IntList, lifted.node, [0])
+
+
+def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the sum of layers that read one head each as one product with the weights of all heads."""
+    if any(r.name(leaf) != "linear" or not r.only_for(leaf, own) for leaf, own in zip(leaves, readers, strict=True)):
+        return None
+    place = {node: at for at, node in enumerate(r.graph.nodes)}
+    leaves = sorted(leaves, key=place.__getitem__)  # as the branches were written
+    branches = _Branches(r)
+    values, weights = (branches.lift([leaf.args[at] for leaf in leaves], leaves) for at in (0, 1))
+    if values is None or weights is None or not values.along or not weights.along or not branches.mixes:
+        return None
+    letters = string.ascii_lowercase[: len(r.shape(leaves[0])) - 1]
+    equation = f"z{letters}x,zyx->{letters}y"
+    total: fx.Node = r.insert(aten.einsum.default, equation, [values.node, weights.node])
+    for leaf in leaves:
+        if (bias := argument(leaf, 2, "bias")) is not None:
+            total = r.insert(aten.add.Tensor, total, bias)
+    return total
 
 
 def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -414,6 +414,33 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return rewritten
 
 
+def summed_members(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of products with each matrix of several (heads, experts) as one product with all of them."""
+    value, order = node.args[0], list(range(len(r.shape(node.args[0]))))
+    gone = reduced(node, len(order))
+    if len(r.shape(node)) == len(order) or node.kwargs or not r.only_for(value, node):
+        return None
+    while r.name(value) in ("permute", "transpose") and isinstance(value, fx.Node) and r.only_for(value.args[0], value):
+        moved: Any = value.target
+        axes = moved(torch.empty([2 + axis for axis in range(len(order))], device="meta"), *value.args[1:]).shape
+        order, value = [axes[axis] - 2 for axis in order], value.args[0]
+    equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None  # type: ignore[arg-type]
+    if equation is None or not isinstance(value, fx.Node):
+        return None
+    one, two, out = letters_of(equation)
+    factors: Any = value.args[1] if r.name(value) == "einsum" else value.args[:2]
+    own, other = (
+        dict(zip(letters, r.shape(part), strict=True)) for letters, part in zip((one, two), factors, strict=True)
+    )
+    summed = [out[order[axis]] for axis in gone]
+    if {r.made_of(part) for part in factors} != {"inputs", "weights"}:
+        return None
+    if any(own.get(letter) != other.get(letter) for letter in summed):
+        return None
+    kept = "".join(out[axis] for at, axis in enumerate(order) if at not in gone)
+    return r.insert(aten.einsum.default, f"{one},{two}->{kept}", list(factors))
+
+
 def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a linear layer on an outer product: all products of elements of two values."""
     (flat, weight), bias = node.args[:2], argument(node, 2, "bias")

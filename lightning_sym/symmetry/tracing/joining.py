@@ -124,7 +124,9 @@ class Joining(Placing):
         own = [{axis + rank - value.ndim for axis in label.axes} for label in value.labels]
         wide = [{axis + rank - other.ndim for axis in label.axes} for label in other.labels]
         if any(sum(bool(axes & label) for axes in own) > 1 for label in wide):
-            return self._jointly(value, lambda tensor: tensor) or value
+            before = rank - value.ndim
+            together = [{axis - before for axis in label if axis >= before} for label in wide]
+            return self._jointly(value, lambda tensor: tensor, [axes for axes in together if axes]) or value
         return value
 
     def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:

@@ -27,6 +27,9 @@ Each function has one spelling:
   einsum.
 - weighted mean: a product with a softmax; by hand a masked sum over a count.
 - part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
+- heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
+  head, stacks. If all weights have that axis, they stay stacks (docs/theory/intertwiners.md, 2.14).
+- rows at constant pairs of positions: ``embedding``; by hand an index.
 - buffer filled, then read: ``cat`` of the parts; by hand writes into slices.
 - attention, gated units: their products, softmaxes, sums (``written_out.py``); by hand one fused operation.
 - round-trip movements, repeated operations, unread results: nothing.
@@ -60,10 +63,12 @@ from lightning_sym.symmetry.tracing.contractions import (
     reshaped,
     shown,
     stored,
+    summed_members,
 )
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
+from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
@@ -95,7 +100,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (respell_layers, recognise_batch_norms):
+    for respell in (respell_layers, recognise_batch_norms, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)
@@ -141,7 +146,9 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum, product or extremum of a stack as a chain of operations, and the sum of a product."""
     stack = _stacked(r, node)
     if stack is None:
-        return (_hidden_in_sum(r, node) or summed_product(r, node)) if r.name(node) == "sum" else None
+        if r.name(node) != "sum":
+            return None
+        return summed_members(r, node) or _hidden_in_sum(r, node) or summed_product(r, node)
     values: Any = stack.args[0]
     axis, has = argument(stack, 1, "dim", 0) % len(r.shape(stack)), r.name(stack) == "cat"
     if has and all(r.name(value) == "unsqueeze" and value.args[1] % len(r.shape(stack)) == axis for value in values):
@@ -312,7 +319,7 @@ def _of_integers(r: Rewriter, node: fx.Node) -> bool:
 
 
 def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite rows of a weight matrix at input integers as an embedding, and consecutive rows as a slice."""
+    """Rewrite rows of a weight matrix at integers as an embedding, and consecutive rows as a slice."""
     table, place = node.args[0], node.args[1]
     if r.made_of(table) == "inputs":
         return _repeated_at(r, node)
@@ -331,6 +338,8 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if r.made_of(place) == "inputs":
         return r.insert(aten.embedding.default, table, place)
     known = r.constant(place)
+    if known is not None and known.ndim > 1 and known.numel() and int(known.min()) >= 0:
+        return r.insert(aten.embedding.default, table, place)  # as relative positions of pairs
     if known is None or known.ndim != 1 or not len(known) or bool((known.diff() != 1).any()) or int(known[0]) < 0:
         return None
     return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)

@@ -1,6 +1,6 @@
 """Labels after operations that move elements, or that act along an axis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_sym.symmetry.tracing.coordinates import (
     rows_of,
     varying_axes,
 )
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.trace_state import TraceState
 from lightning_sym.symmetry.tracing.values import Value
 
@@ -144,23 +145,26 @@ class Placing(TraceState):
         result = self.disjoint(Value(tuple(moved[0].shape), kept, state=value.state))
         return replace(result, state=None, chooses=value.chooses)
 
-    def _jointly(self, value: Value, function: Callable[[Tensor], Tensor]) -> Value | None:
-        """Give each element of a matrix its own unit, if only the current operation reads the matrix.
+    def _jointly(
+        self, value: Value, function: Callable[[Tensor], Tensor], together: Sequence[Collection[int]] = ()
+    ) -> Value | None:
+        """Give each place on axes of a parameter that become one its own unit, if only the current operation reads it.
 
         Args:
-            value: A parameter, perhaps after moves.
+            value: A parameter, perhaps after moves: a matrix, or the weights of heads.
             function: The next move.
+            together: Axes of the result that count as one.
 
         Returns:
-            The moved value with one label; None for other values, for matrices read in part, and for those with other
-            readers.
+            The moved value with these labels; None for other values, for parameters read in part, and for those with
+            other readers.
         """
         root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
         axes = tuple(axis for axis, size in enumerate(root.shape) if size > 1)
         name = root.state
-        if name is None or name in self.joint or len(axes) != 2 or root.members is not None:
+        if name is None or name in self.joint or len(axes) < 2 or root.members is not None:
             return None
-        if not self._is_read_here_only(name):
+        if not self._is_read_here_only(name) or (len(axes) > 2 and not self._is_multiplied()):
             return None
 
         def moved(tensor: Tensor) -> Tensor:
@@ -168,18 +172,33 @@ class Placing(TraceState):
                 tensor = step(tensor)
             return function(tensor)
 
-        count = int(np.prod(root.shape))
-        place = moved(coordinates(root.shape, axes)) if count <= _MOST else torch.zeros(1)
-        if len(rising(place.numpy())) < count:
-            return None
+        along = {}
+        for axis in axes:
+            shown = varying_axes(moved(coordinates(root.shape, (axis,))))
+            along[axis] = {min(next((own for own in together if place in own), [place])) for place in shown}
+        groups: list[tuple[int, ...]] = []
+        for axis in axes:  # those that meet on an axis of the result
+            met = [own for own in groups if any(along[axis] & along[other] for other in own)]
+            groups = [own for own in groups if own not in met] + [tuple(sorted({axis}.union(*met)))]
+        found, labels = [], []
+        for own in groups:
+            count = int(np.prod([root.shape[axis] for axis in own]))
+            place = moved(coordinates(root.shape, own)) if count <= _MOST else torch.zeros(1)
+            if len(rising(place.numpy())) < count:
+                return None
+            label = next(each for each in root.labels if each.axes == own[:1])
+            if len(own) > 1:
+                label = self.constraints.fresh(own, tuple(root.shape[axis] for axis in own), tag=UNSET)
+            labels.append(label)
+            found.append(self._moved(replace(root, labels=(label,)), label, place, moved, True))
         self.joint.add(name)
+        single = [own[0] for own in groups if len(own) == 1]
         for label in root.labels:
-            self.constraints.fix(label)
-        label = self.constraints.fresh(axes, tuple(root.shape[axis] for axis in axes), tag=UNSET)
+            if label.axes[0] in axes and label.axes[0] not in single:
+                self.constraints.fix(label)
         rest = tuple(own for own in root.labels if own.axes[0] not in axes)
-        self.axis_labels[name] = (*rest, label)
-        result = self._moved(replace(root, labels=(label,)), label, place, moved, True)
-        return Value(tuple(place.shape), () if result is None else (result,))
+        self.axis_labels[name] = (*rest, *labels)
+        return Value(tuple(place.shape), tuple(own for own in found if own is not None))
 
     def _is_read_here_only(self, name: str) -> bool:
         """Whether the current operation is the only reader of a parameter, apart from moves."""
@@ -187,6 +206,13 @@ class Placing(TraceState):
         while len(nodes) == 1 and nodes[0] is not self.node:
             nodes = list(nodes[0].users)
         return bool(nodes) and nodes[0] is self.node
+
+    def _is_multiplied(self) -> bool:
+        """Whether a product reads the current operation's result, apart from moves: a layer with weights of heads."""
+        nodes = [self.node]
+        while len(nodes) == 1 and name_of(nodes[0]) in operations(Trait.MOVE):
+            nodes = list(nodes[0].users)
+        return bool(nodes) and all(name_of(node) in ("linear", "matmul", "einsum") for node in nodes)
 
     def disjoint(self, value: Value) -> Value:
         """Keep only the label with the most units on each axis, and fix the others."""

@@ -243,7 +243,8 @@ class Trace(Joining):
         own = [label for label in value.labels if {goes[axis] for axis in label.axes} & targets]
         if len(own) < 2 or any(len(label.axes) > 1 for label in own):
             return value
-        return self._jointly(value, lambda tensor: tensor) or value
+        axes = {axis for label in own for axis in label.axes}
+        return self._jointly(value, lambda tensor: tensor, [axes]) or value
 
     def _taken(self, label: Label, other: Value) -> Value:
         """Let the units of one factor share a scale, which units of the other factor, on kept axes, take over."""

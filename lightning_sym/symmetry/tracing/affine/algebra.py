@@ -24,6 +24,8 @@ from lightning_sym.symmetry.tracing.affine.values import (
     wide,
 )
 
+_MOST = 2**16  # maximal entries of drifts that are told apart by place
+
 
 def regroup(before: Shape, after: Shape) -> Move:
     """Return the move of a reshape."""
@@ -379,6 +381,8 @@ class Algebra:
                     by = by.times(self.system.length(value.shape[axis], -1 if mean else 1))
             return None if summed is None else self.unknowns.combined([(summed, by)], lead)
 
+        gone = sorted(axes)
+        kept_axes = [axis for axis in range(value.rank) if axis not in gone]
         # Summands that are constant along an axis are counted separately.
         parts = [reduced(own, 0) for own in (value.translation, *value.more) if own is not None]
         found = [own for own in parts if own is not None]
@@ -390,6 +394,11 @@ class Algebra:
             elif not {axis - 1 for axis in varying(drift.numbers) if axis} & set(axes):
                 shape = [1 if axis in axes else size for axis, size in enumerate(drift.function.shape)]
                 drifts[self.system.source()] = Drift(places(shape), drift.numbers)
+            elif drift.numbers.numel() <= _MOST:  # each place has functions of its own
+                moved = drift.numbers.permute(0, *(1 + axis for axis in (*gone, *kept_axes))).flatten(0, len(gone))
+                shape = [1 if axis in gone else size for axis, size in enumerate(drift.function.shape)]
+                ones = [1 if axis in gone else drift.numbers.shape[1 + axis] for axis in range(value.rank)]
+                drifts[self.system.source()] = Drift(places(shape), moved.reshape(len(moved), *ones))
             else:
                 self.unknowns.vanish(drift.numbers)
         if value.origin is not None:

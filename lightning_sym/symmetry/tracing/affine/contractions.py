@@ -303,6 +303,7 @@ class Contractions(Algebra):
         if numbers is None:
             return
         relation, axes = other.relation, frozenset(by.two.index(letter) for letter in by.gone)
+        relation = None if self._picks_members(own, by) else relation
         gone = [by.one.index(letter) for letter in by.gone]
         if relation is not None and relation.axes == axes and axes:
             alone = relation.total.segments == 1 and not relation.coefficient.items
@@ -314,6 +315,16 @@ class Contractions(Algebra):
             if numbers is None:
                 return
         self._drift(result, numbers, by)
+
+    def _picks_members(self, weights: Value, by: Sum) -> bool:
+        """Whether a sum over all members of a parameter, with input-dependent factors, picks some of them.
+
+        What all of them have in common is then no translation, as each of them has units of its own.
+        """
+        if weights.origin is None or weights.origin[0] not in self.system.members:
+            return False
+        gone = {by.one.index(letter) for letter in by.gone}
+        return {axis for axis, own in enumerate(weights.origin[1]) if varying(own) & gone} == {0}
 
     def _drift(self, result: Value, numbers: Tensor, by: Sum) -> None:
         """Add a translation of one factor as a drift, with a function of the other factor for each place."""
@@ -492,7 +503,9 @@ class Contractions(Algebra):
     def _rows(self, value: Value, weights: Value, by: Sum, summed: frozenset[int]) -> Rows | None:
         """Return the row changes of a weight that a relation of its input allows; None without such a relation."""
         relation, name = value.relation, weights.origin[0]  # type: ignore[index]
-        if relation is None or relation.axes != {by.one.index(letter) for letter in by.gone} or not by.gone:
+        if relation is None or not by.gone or self._picks_members(weights, by.turned):
+            return None
+        if relation.axes != {by.one.index(letter) for letter in by.gone}:
             return None
         order = self._order(weights, by, summed)
         if order is None:

@@ -1,7 +1,7 @@
 """Sums, products and contractions: map each operation to a method of the algebra."""
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,20 +132,33 @@ class Products(Contractions):
         equation, values = equation_of(node), [self._value(own) for own in given]
         if equation is None or None in values:
             return None
-        terms = letters_of(equation)[:2]
+        terms, out = letters_of(equation)[:2], letters_of(equation)[2]
         sizes: dict[str, int] = {}
         for term, value in zip(terms, values, strict=True):
             sizes |= {letter: max(size, sizes.get(letter, 1)) for letter, size in zip(term, value.shape, strict=True)}  # type: ignore[union-attr]
-        x, y = (self.broadcast(value, tuple(sizes[letter] for letter in term))  # type: ignore[arg-type]
-                for term, value in zip(terms, values, strict=True))  # fmt: skip
-        if self._are_normed(x, y, *terms):
+        (x, one), (y, two) = (
+            self._shared(value, term, out, sizes)  # type: ignore[arg-type]
+            for value, term in zip(values, terms, strict=True)
+        )
+        if self._are_normed(x, y, one, two):
             where = self.constants.capture.modules.get(node, "forward")
             self.system.blind[
                 f"{name_of(node)} in {where}: multiplies the outputs of two layer norms: their gains, biases and "
                 "inputs may change together, in one dimension, two with biases, that depend on the weights"
             ] = None
-        result = self.contract(x, y, equation, node)
+        result = self.contract(x, y, f"{one},{two}->{out}", node)
         return self._with_bias(result, argument(node, 2, "bias"), node) if name_of(node) == "linear" else result
+
+    def _shared(self, value: Value, term: str, out: str, sizes: Mapping[str, int]) -> tuple[Value, str]:
+        """Return a factor and its letters without those of the result along which it is the same at all places."""
+        whole = tuple(sizes[letter] for letter in term)
+        alike = {letter for letter, own, size in zip(term, value.shape, whole, strict=True) if own < size}
+        kept = "".join(letter for letter in term if letter not in alike or letter not in out)
+        if kept == term:
+            return self.broadcast(value, whole), term
+        own = dict(zip(term, value.shape, strict=True))
+        value = self.move(value, regroup(value.shape, tuple(own[letter] for letter in kept)), value.node)[0]
+        return self.broadcast(value, tuple(sizes[letter] for letter in kept)), kept
 
     @staticmethod
     def _are_normed(one: Value, two: Value, first: str, second: str) -> bool:

@@ -95,6 +95,7 @@ class System:
         self.free: dict[str, Tensor] = {}
         self.partial: dict[str, frozenset[int]] = {}  # axes that are read only in part
         self.weights: set[str] = set()  # parameters contracted with values
+        self.members: set[str] = set()  # parameters with separate units for each member along the first axis
         self.families: dict[str, dict[frozenset[int], Family]] = {}
         self.read: set[str] = set()
         self.late = False  # whether a family was found after a reader that ignored it
@@ -143,7 +144,7 @@ class System:
     def again(self) -> "System":
         """Return a new system that knows this one's families from the start."""
         new = System(self.tensors, self.movable, self.constants)
-        new.names, new.partial, new.weights = self.names, self.partial, self.weights
+        new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)

@@ -49,7 +49,7 @@ def find_translations(
     tensors: Mapping[str, Tensor],
     constants: Collection[str] = (),
     *,
-    fixed: Collection[str] = (),
+    members: Collection[str] = (),
     keep: Collection[str] = (),
     outputs: bool = False,
 ) -> Translations:
@@ -59,12 +59,12 @@ def find_translations(
         captures: The network, captured on one or several examples.
         tensors: Its parameters and buffers by name. Values matter for those in `constants`, shapes for others.
         constants: The names of tensors in no state dict.
-        fixed: The names of tensors without translations.
+        members: The names of tensors with separate units for each member along the first axis.
         keep: Weights with rows that keep their mean.
         outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
     """
     try:
-        return _found(captures, tensors, constants, fixed, keep, outputs=outputs)
+        return _found(captures, tensors, constants, members, keep, outputs=outputs)
     except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
         found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
@@ -75,13 +75,14 @@ def _found(
     captures: Sequence[Capture],
     tensors: Mapping[str, Tensor],
     constants: Collection[str],
-    fixed: Collection[str],
+    members: Collection[str],
     keep: Collection[str],
     *,
     outputs: bool,
 ) -> Translations:
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    system = System(tensors, tensors.keys() - known - set(fixed), known)
+    system = System(tensors, tensors.keys() - known, known)
+    system.members = set(members)
     system.names = states_of(captures)
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]

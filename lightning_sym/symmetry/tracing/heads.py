@@ -1,0 +1,266 @@
+"""Spell weights with an axis of heads as matrices, where other layers of the same heads are matrices.
+
+The product `einsum("bpd,hde->bphe", x, W)` is a layer with outputs numbered by (h, e). A stack of such weights keeps
+its members apart (docs/theory/intertwiners.md, 2.14), but shares no units with a layer whose outputs one axis numbers.
+So if a network has layers of both kinds, all are written as matrices. Weights that are multiplied member by member
+(experts) remain stacks, and so do the weights before them.
+
+In the same way, stacked values of different layers whose units never meet become one value with the units of all.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lightning_sym.symmetry.tracing.contractions import VIEWS, permuted, reshaped
+from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
+from lightning_sym.symmetry.tracing.nodes import ancestors, argument, equation_of, letters_of, moved
+from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.unit_axes import unit_axes
+
+aten = torch.ops.aten
+_MOST = 64  # operations on values of a stack
+_CHANGES_AXES = operations(Trait.REGROUP)
+
+
+def spell_heads(r: Rewriter) -> int:
+    """Rewrite values of heads as values with one axis for the units of all.
+
+    Returns:
+        The number of changes.
+    """
+    return _join_stacks(r) + _flatten_weights(r)
+
+
+def _flatten_weights(r: Rewriter) -> int:
+    """Rewrite products with weights of heads as linear layers, if the network mixes both spellings."""
+    nodes = [node for node in r.graph.nodes if r.name(node) in ("einsum", "matmul")]
+    found = [node for node in nodes if (own := _of_heads(r, node)) is not None and _is_flat(r, node, own)]
+    if not found or not any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear"):
+        return 0
+    for node in found:
+        for user in list(node.users):
+            r.at = user
+            if (made := _as_layer(r, node, user)) is not None:
+                r.replace(user, made)
+        if not node._erased:
+            r.at = node
+            r.replace(node, _as_layer(r, node, node))  # type: ignore[arg-type]
+    return len(found)
+
+
+class _Product(NamedTuple):
+    """A product of a value and weights with three or more axes, of which each is summed or one of the result.
+
+    Attributes:
+        one: The letters of the value's axes.
+        two: The letters of the weights' axes.
+        out: The letters of the result's axes. Axes of size 1 of one factor, for the sake of the other, have "-" there.
+        value: The value.
+        weight: The weights.
+    """
+
+    one: str
+    two: str
+    out: str
+    value: fx.Node
+    weight: fx.Node
+
+
+def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
+    """Return a product with weights of heads; None for other operations, and for matrices of separate members."""
+    equation = equation_of(node)
+    if equation is None:
+        return None
+    one, two, out = letters_of(equation)
+    given: Any = node.args[1] if r.name(node) == "einsum" else node.args[:2]
+    first, second = given
+    if r.made_of(first) == "weights":
+        one, two, first, second = two, one, second, first
+    if r.made_of(first) != "inputs" or r.made_of(second) != "weights" or len(two) < 3:
+        return None
+    own, other = (dict(zip(letters, r.shape(part), strict=True)) for letters, part in ((one, first), (two, second)))
+    narrow = {letter for letter in out if other.get(letter) == 1 and letter in own}
+    wide = {letter for letter in out if own.get(letter) == 1 and letter in other} - narrow
+    one, two = ("".join("-" if letter in some else letter for letter in letters) for letters, some in (
+        (one, wide), (two, narrow)))  # fmt: skip
+    own, other = (dict(zip(letters, r.shape(part), strict=True)) for letters, part in ((one, first), (two, second)))
+    alike = all(own.get(letter, size) == size for letter, size in other.items() if letter != "-")
+    apart = all((letter in one) != (letter in out) for letter in two if letter != "-")
+    known = all(letter in two + out + "-" for letter in one)
+    several = len(two.replace("-", "")) > 2
+    return _Product(one, two, out, first, second) if alike and apart and known and several else None
+
+
+def _is_flat(r: Rewriter, node: fx.Node, product: _Product) -> bool:
+    """Whether the outputs of all heads may be units of one axis."""
+    rows = [axis for axis, letter in enumerate(product.out) if letter in product.two]
+    apart = all(_stay_apart(r, node, member, rows[-1]) for member in rows[:-1])
+    return apart and not _meets_members(r, node)
+
+
+def _meets_members(r: Rewriter, node: fx.Node) -> bool:
+    """Whether a value reaches a product with weights that have a matrix for each member."""
+    left, met = [node], {node}
+    while left:
+        for user in left.pop().users:
+            if user in met or not isinstance(user.meta.get("val"), Tensor) or user.op != "call_function":
+                continue
+            met.add(user)
+            made = [r.made_of(given) for given in user.all_input_nodes]
+            if r.name(user) in ("einsum", "matmul", "linear") and "weights" in made:
+                if r.name(user) != "linear" and _of_heads(r, user) is None and _is_batched(r, user):
+                    return True
+                continue
+            left.append(user)
+    return False
+
+
+def _is_batched(r: Rewriter, node: fx.Node) -> bool:
+    equation = equation_of(node)
+    if equation is None:
+        return True
+    one, two, out = letters_of(equation)
+    return any(letter in one and letter in two for letter in out)
+
+
+def _splits(r: Rewriter, node: fx.Node) -> bool:
+    """Whether a linear layer has weights of heads, or reads or makes an axis that is several axes elsewhere."""
+    value, weight = node.args[:2]
+    while r.name(weight) in VIEWS | {"clone"} and isinstance(weight, fx.Node):
+        weight = weight.args[0]
+    if len(r.shape(weight)) > 2 and r.made_of(weight) == "weights":
+        return True
+    ways = [(value, value.args[0])] if r.name(value) in _CHANGES_AXES else []  # type: ignore[union-attr]
+    left = [node]
+    while left:
+        for user in left.pop().users:
+            if r.name(user) in _CHANGES_AXES:
+                ways.append((user, user.args[0]))
+            elif r.name(user) == "add":
+                left.append(user)
+    return any(r.shape(one)[-1] != r.shape(two)[-1] for one, two in ways)
+
+
+def _as_layer(r: Rewriter, node: fx.Node, end: fx.Node) -> fx.Node | None:
+    """Return the same product as a linear layer between moves.
+
+    Args:
+        r: The rewriter.
+        node: The product.
+        end: The product, or its only reader, if that adds weights to the units alone; else the result is None.
+    """
+    one, two, out, value, weight = _of_heads(r, node)  # type: ignore[misc]
+    while "-" in one:
+        value, one = r.insert(aten.select.int, value, one.index("-"), 0), one.replace("-", "", 1)
+    while "-" in two:
+        weight, two = r.insert(aten.select.int, weight, two.index("-"), 0), two.replace("-", "", 1)
+    sizes: dict[str, int] = dict(zip(two, r.shape(weight), strict=True)) | dict(zip(one, r.shape(value), strict=True))
+    rows = "".join(letter for letter in out if letter in two)
+    columns = "".join(letter for letter in two if letter in one)
+    rest = "".join(letter for letter in out if letter in one)
+
+    def flat(part: fx.Node, letters: str, *groups: str) -> fx.Node:
+        part = permuted(r, part, [letters.index(letter) for group in groups for letter in group])
+        return reshaped(r, part, [math.prod(sizes[letter] for letter in group) for group in groups])
+
+    bias = None
+    if end is not node:
+        if r.name(end) != "add" or end.kwargs or not r.only_for(node, end) or r.shape(end) != r.shape(node):
+            return None
+        bias = end.args[1] if end.args[0] is node else end.args[0]
+        if r.made_of(bias) != "weights" or not isinstance(bias, fx.Node):
+            return None
+        whole = (1,) * (len(out) - len(r.shape(bias))) + r.shape(bias)
+        if whole != tuple(sizes[letter] if letter in rows else 1 for letter in out):
+            return None
+        bias = reshaped(r, bias, [sizes[letter] for letter in out if letter in rows])
+        bias = flat(bias, rows, rows)
+    made: Any = r.insert(aten.linear.default, flat(value, one, *rest, columns), flat(weight, two, rows, columns))
+    made = made if bias is None else r.insert(aten.add.Tensor, made, bias)
+    made = reshaped(r, made, [sizes[letter] for letter in rest + rows])
+    return permuted(r, made, [(rest + rows).index(letter) for letter in out])
+
+
+def _join_stacks(r: Rewriter) -> int:
+    """Rewrite stacks of values with units of different layers as values with the units of all, if these stay apart."""
+    changes = 0
+    for node in [own for own in r.graph.nodes if r.name(own) == "cat"]:
+        parts: Any = node.args[0]
+        rank = len(r.shape(node))
+        axis = argument(node, 1, "dim", 0) % rank
+        if len(parts) < 2 or any(r.name(part) != "unsqueeze" or part.args[1] % rank != axis for part in parts):
+            continue
+        values = [part.args[0] for part in parts]
+        units = [unit_axes(r, value) for value in values]
+        if any(own != units[0] for own in units) or len(units[0]) != 1 or not _have_own_weights(r, values):
+            continue
+        (unit,) = units[0]
+        if _stay_apart(r, node, axis, unit + (unit >= axis)):
+            r.at = node
+            joined = r.insert(aten.cat.default, values, unit)
+            shape = list(r.shape(values[0]))
+            shape[unit : unit + 1] = [len(values), shape[unit]]
+            order = [own for own in range(rank) if own != unit]
+            order.insert(axis, unit)
+            r.replace(node, permuted(r, reshaped(r, joined, shape), order))
+            changes += 1
+    return changes
+
+
+def _have_own_weights(r: Rewriter, values: Sequence[fx.Node]) -> bool:
+    """Whether each value depends on weights on which no other value depends."""
+    states = [{node for node in ancestors(value) if node in r.capture.states} for value in values]
+    return all(own - set().union(*(other for other in states if other is not own)) for own in states)
+
+
+def _stay_apart(r: Rewriter, stack: fx.Node, members: int, units: int) -> bool:
+    """Whether no operation treats the units of all members equally before a layer reads all of them.
+
+    Args:
+        r: The rewriter.
+        stack: A stack of values.
+        members: The axis of the stack.
+        units: The axis that units index.
+    """
+    left, met = [(stack, members, units)], set()
+    while left:
+        value, members, units = left.pop()
+        for user in value.users:
+            if (user, value) in met:
+                continue
+            met.add((user, value))
+            after = _axes_after(r, user, value, members, units)
+            if after is None or len(met) > _MOST:
+                return False
+            left += [(user, *after)] if after else []
+    return True
+
+
+def _axes_after(
+    r: Rewriter, user: fx.Node, value: fx.Node, members: int, units: int
+) -> tuple[()] | tuple[int, int] | None:
+    """Return the axes of members and units in a result; () where all units are read; None where they meet."""
+    name = r.name(user)
+    if name in operations(Trait.MOVE) and user.all_input_nodes == [value] and isinstance(user.meta["val"], Tensor):
+        moves = [moved(user, coordinates(r.shape(value), (axis,))) for axis in (members, units)]
+        if any(own is None for own in moves):
+            return None
+        one, two = (varying_axes(own) for own in moves)
+        return () if one == two else (one[0], two[0]) if len(one) == len(two) == 1 else None
+    if (equation := equation_of(user) if name in ("matmul", "einsum", "linear") else None) is not None:
+        *terms, out = letters_of(equation)
+        given: Any = user.args[1] if name == "einsum" else user.args[:2]
+        own, other = terms if given[0] is value else terms[::-1]
+        member, unit = own[members], own[units]
+        if unit not in out:
+            return () if member not in out or member in other else None
+        return (out.index(member), out.index(unit)) if member in out else None
+    each = operations(Trait.POINTWISE | Trait.CAST | Trait.JOIN | Trait.PRODUCT) | {"neg"}
+    others = [r.made_of(own) for own in user.all_input_nodes if own is not value]
+    alone = name in each and "inputs" not in others and r.shape(user) == r.shape(value)
+    return (members, units) if alone else None

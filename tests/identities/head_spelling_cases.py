@@ -1,0 +1,280 @@
+"""Attention heads as others write them, each function in many spellings; see ``spelling_cases.py``."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import of, parameter
+from spelling_cases import Function, Spelled, each, steps
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+L = nn.Linear
+COUNT, SIZE, WIDTH = 2, 3, 8
+AHEAD = torch.ones(4, 4, dtype=torch.bool).triu(1)
+APART = torch.arange(4)[:, None] - torch.arange(4) + 3
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return what heads read. Shapes (..., steps, units)."""
+    return (q @ k.mT / math.sqrt(SIZE)).masked_fill(AHEAD, -math.inf).softmax(-1) @ v
+
+
+def read_by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return what heads read. Shapes (samples, steps, heads, units)."""
+    scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / math.sqrt(SIZE)
+    return torch.einsum("bhqk,bkhe->bqhe", scores.masked_fill(AHEAD, -math.inf).softmax(-1), v)
+
+
+# ---- weights with an axis of heads
+
+
+def arrays(s: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(s.wq, s.bq), (s.wk, s.bk), (s.wv, s.bv)]
+
+
+def by_einsum(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, w) + b for w, b in arrays(s))
+    return q, k, v
+
+
+def by_matmul(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x[:, None] @ w + b[:, None]).transpose(1, 2) for w, b in arrays(s))
+    return q, k, v
+
+
+def by_tensordot(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.tensordot(x, w, ([2], [1])) + b for w, b in arrays(s))
+    return q, k, v
+
+
+def by_layer(s: Any, x: Tensor) -> Three:
+    q, k, v = (
+        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
+        for w, b in arrays(s)
+    )
+    return q, k, v
+
+
+def by_bmm(s: Any, x: Tensor) -> Three:
+    rows = x.flatten(0, 1).expand(COUNT, -1, -1)
+    q, k, v = (torch.baddbmm(b[:, None], rows, w).unflatten(1, x.shape[:2]).movedim(0, 2) for w, b in arrays(s))
+    return q, k, v
+
+
+def added(s: Any, z: Tensor) -> Tensor:
+    return torch.einsum("bqhe,hed->bqd", z, s.wo) + s.bo
+
+
+def added_last(s: Any, z: Tensor) -> Tensor:
+    return torch.einsum("bqhe,hed->bqhd", z, s.wo).sum(2) + s.bo
+
+
+def added_by_matmul(s: Any, z: Tensor) -> Tensor:
+    return (z.transpose(1, 2) @ s.wo).sum(1) + s.bo
+
+
+def added_by_layer(s: Any, z: Tensor) -> Tensor:
+    return F.linear(z.flatten(2), s.wo.permute(2, 0, 1).reshape(WIDTH, -1), s.bo)
+
+
+def head_by_head(s: Any, x: Tensor) -> Tensor:
+    total = s.bo
+    for head in range(COUNT):
+        q, k, v = (x @ w[head] + b[head] for w, b in arrays(s))
+        total = total + read(q, k, v) @ s.wo[head]
+    return total
+
+
+def heads_stacked(s: Any, x: Tensor) -> Tensor:
+    parts = [read(*(x @ w[head] + b[head] for w, b in arrays(s))) for head in range(COUNT)]
+    return added(s, torch.stack(parts, 2))
+
+
+def heads_as_samples(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in by_einsum(s, x))
+    return added(s, read(q, k, v).unflatten(0, (-1, COUNT)).transpose(1, 2))
+
+
+def fused(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in by_einsum(s, x))
+    return added(s, F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2))
+
+
+def through(first: Callable[..., Three], last: Callable[..., Tensor]) -> Spelled:
+    return lambda s, x: last(s, read_by_einsum(*first(s, x)))
+
+
+ARRAYS: dict[str, Spelled] = {
+    "einsum": through(by_einsum, added),
+    "matmul": through(by_matmul, added_by_matmul),
+    "tensordot": through(by_tensordot, added),
+    "baddbmm": through(by_bmm, added_last),
+    "results of heads": through(by_einsum, added_last),
+    "layers": through(by_layer, added_by_layer),
+    "layers first": through(by_layer, added),
+    "a layer last": through(by_matmul, added_by_layer),
+    "head by head": head_by_head,
+    "stacked": heads_stacked,
+    "heads as samples": heads_as_samples,
+    "fused": fused,
+}
+
+
+# ---- layers and weights with an axis of heads
+
+
+def apart(s: Any, x: Tensor) -> Three:
+    q, k, v = (layer(x).unflatten(-1, (COUNT, SIZE)) for layer in (s.q, s.k, s.v))
+    return q, k, v
+
+
+def in_views(s: Any, x: Tensor) -> Three:
+    q, k, v = (
+        torch.einsum("bpd,hed->bphe", x, layer.weight.view(COUNT, SIZE, -1)) + layer.bias.view(COUNT, SIZE)
+        for layer in (s.q, s.k, s.v)
+    )
+    return q, k, v
+
+
+def chunk_by_chunk(s: Any, x: Tensor) -> Tensor:
+    parts = zip(*(layer(x).chunk(COUNT, -1) for layer in (s.q, s.k, s.v)), strict=True)
+    return sum((read(*part) @ w for part, w in zip(parts, s.wo, strict=True)), start=s.bo)
+
+
+def last_in_views(s: Any, z: Tensor) -> Tensor:
+    return torch.einsum("bqhe,dhe->bqd", z, s.o.weight.view(WIDTH, COUNT, SIZE)) + s.o.bias
+
+
+def flat(s: Any, z: Tensor) -> Tensor:
+    return s.o(z.flatten(2))
+
+
+LAYERS_LAST = {
+    "einsum": through(by_einsum, flat),
+    "matmul": through(by_matmul, flat),
+    "views": through(by_einsum, last_in_views),
+}
+LAYERS_FIRST = {
+    "einsum": through(apart, added),
+    "matmul": through(apart, added_by_matmul),
+    "results of heads": through(apart, added_last),
+    "views": through(in_views, added),
+    "chunk by chunk": chunk_by_chunk,
+}
+
+
+# ---- a module for each head
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (L(WIDTH, SIZE) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return read(self.query(x), self.key(x), self.value(x))
+
+
+def each_head(s: Any, x: Tensor) -> list[Tensor]:
+    return [head(x) for head in s.heads]
+
+
+def stacked_parts(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (torch.stack([getattr(head, name)(x) for head in s.heads], 1) for name in ("query", "key", "value"))
+    return s.o(read(q, k, v).transpose(1, 2).flatten(2))
+
+
+def joined_weights(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (
+        F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers]))
+        .unflatten(-1, (COUNT, SIZE))
+        .transpose(1, 2)
+        for layers in ([getattr(head, name) for head in s.heads] for name in ("query", "key", "value"))
+    )
+    return s.o(read(q, k, v).transpose(1, 2).flatten(2))
+
+
+MODULES: dict[str, Spelled] = {
+    "cat": lambda s, x: s.o(torch.cat(each_head(s, x), -1)),
+    "sum": lambda s, x: sum(
+        (F.linear(z, w) for z, w in zip(each_head(s, x), s.o.weight.chunk(COUNT, 1), strict=True)), start=s.o.bias
+    ),
+    "stack": lambda s, x: s.o(torch.stack(each_head(s, x), 2).flatten(2)),
+    "einsum": lambda s, x: last_in_views(s, torch.stack(each_head(s, x), 2)),
+    "stacked parts": stacked_parts,
+    "joined weights": joined_weights,
+}
+
+
+# ---- relative positions
+
+
+def relative(scores: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in apart(s, x))
+        weights = ((q @ k.mT + scores(s, q)) / math.sqrt(SIZE)).softmax(-1)
+        return s.o((weights @ v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+RELATIVE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "einsum": lambda s, q: torch.einsum("bhie,ije->bhij", q, s.e[APART]),
+    "embedding": lambda s, q: torch.einsum("bhie,ije->bhij", q, F.embedding(APART, s.e)),
+    "matmul": lambda s, q: (q.transpose(1, 2) @ s.e[APART].mT).transpose(1, 2),
+    "rows": lambda s, q: (q[..., None, :] @ s.e[APART].mT)[..., 0, :],
+    "sum": lambda s, q: (q[..., None, :] * s.e[APART]).sum(-1),
+}
+
+
+# ---- experts
+
+
+def experts(mix: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("btd,edm->btem", x, s.w) + s.c)
+        y = torch.einsum("btem,emo->bteo", hidden, s.v) + s.d
+        return s.o(s.n(mix(y, s.g(x).softmax(-1))))
+
+    return forward
+
+
+def expert_by_expert(s: Any, x: Tensor) -> Tensor:
+    shares = s.g(x).softmax(-1)
+    return s.o(
+        s.n(sum(shares[..., e, None] * (torch.tanh(x @ s.w[e] + s.c[e]) @ s.v[e] + s.d[e]) for e in range(3)))
+    )  # fmt: skip
+
+
+MIXTURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda y, shares: torch.einsum("bteo,bte->bto", y, shares),
+    "sum": lambda y, shares: (y * shares[..., None]).sum(2),
+}
+
+
+# ---- functions
+
+
+FIRST = {name: parameter(COUNT, WIDTH, SIZE) for name in ("wq", "wk", "wv")} | {
+    name: parameter(COUNT, SIZE) for name in ("bq", "bk", "bv")
+}
+LAST = {"wo": parameter(COUNT, SIZE, WIDTH), "bo": parameter(WIDTH)}
+FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")}
+OUT = {"o": of(L, COUNT * SIZE, WIDTH)}
+EXPERTS = {"g": of(L, WIDTH, 3), "w": parameter(3, WIDTH, 5), "c": parameter(3, 5), "v": parameter(3, 5, 6),
+    "d": parameter(3, 6), "n": of(nn.LayerNorm, 6), "o": of(L, 6, 5)}  # fmt: skip
+
+HEAD_CASES: dict[str, Function] = {
+    "heads in arrays": Function(FIRST | LAST, steps(WIDTH, 4), 48, ARRAYS),
+    "heads in arrays, then a layer": Function(FIRST | OUT, steps(WIDTH, 4), 48, LAYERS_LAST),
+    "layers, then heads in an array": Function(FLAT | LAST, steps(WIDTH, 4), 48, LAYERS_FIRST),
+    "a module for each head": Function({"heads": lambda: nn.ModuleList(Head() for _ in range(COUNT))} | OUT,
+        steps(WIDTH, 4), 48, MODULES),
+    "relative positions of heads": Function(FLAT | OUT | {"e": parameter(7, SIZE)}, steps(WIDTH, 4), 42,
+        each(RELATIVE, relative), samples=60),
+    "experts before a norm": Function(EXPERTS, steps(WIDTH, 4), 54,
+        each(MIXTURES, experts) | {"expert by expert": expert_by_expert}, samples=60),
+}  # fmt: skip
