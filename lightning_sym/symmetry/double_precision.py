@@ -13,8 +13,8 @@ _WIDER = {
     **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
 _CASTS = {
-    **dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), Tensor.double),
-    **dict.fromkeys((Tensor.cfloat, Tensor.chalf), Tensor.cdouble),
+    getattr(Tensor, name): getattr(Tensor, wider)
+    for name, wider in [("float", "double"), ("half", "double"), ("bfloat16", "double"), ("cfloat", "cdouble")]
 }
 # Casts that take a tensor, or the name of a type of tensors, for its type.
 _LIKE = {Tensor.to, Tensor.type, Tensor.type_as}

@@ -94,6 +94,10 @@ def added(z: Tensor, least: float = -math.inf) -> Tensor:
     return z + torch.zeros(3, 3, dtype=z.dtype).masked_fill(~CAUSAL, least)
 
 
+def defined(p: Tensor) -> Tensor:
+    return torch.where(p.isnan(), torch.zeros_like(p), p)
+
+
 def fused(**mask: Any) -> Spelled:
     return lambda s, x: s.o(joined(F.scaled_dot_product_attention(*qkv(s, x), **mask)))
 
@@ -140,6 +144,8 @@ def attention_by_batches(s: Any, x: Tensor) -> Tensor:
 ATTENTION: dict[str, Spelled] = {
     "masked_fill": attention(lambda z: hidden(z).softmax(-1)),
     "where": attention(lambda z: torch.where(CAUSAL, z, -math.inf).softmax(-1)),
+    "where a number": attention(lambda z: defined(hidden(z).softmax(-1))),
+    "filled if not a number": attention(lambda z: (p := hidden(z).softmax(-1)).masked_fill(p.isnan(), 0.0)),
     "added mask": attention(lambda z: added(z).softmax(-1)),
     "least number": attention(lambda z: added(z, torch.finfo(z.dtype).min).softmax(-1)),
     "exp over sum": attention(lambda z: ratio(hidden(z).exp())),

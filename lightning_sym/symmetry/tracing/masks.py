@@ -20,7 +20,7 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a mask before a softmax as a sum with a constant: zero, or a number so low that the softmax vanishes."""
     if len(node.args) < 3:
         return None
-    if (same := _hidden_already(r, node)) is not None:
+    if (same := _hidden_already(r, node)) is not None or (same := _of_defined(r, node)) is not None:
         return same
     if r.name(node) == "masked_fill":
         value, mask, number = node.args[:3]
@@ -102,10 +102,19 @@ def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
     return mask, turned
 
 
-def of_softmax(r: Rewriter, node: fx.Node) -> fx.Node | None:
+def of_softmax(r: Rewriter, node: fx.Node, at: int = 0) -> fx.Node | None:
     """Remove the numbers that replace the softmax of fully masked rows."""
-    value = node.args[0]
+    value = node.args[at]
     return value if r.name(value) in operations(Trait.SOFTMAX) and "log" not in r.name(value) else None  # type: ignore[return-value]
+
+
+def _of_defined(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Remove the numbers that replace the softmax of fully masked rows where it is not a number."""
+    at = 0 if r.name(node) == "masked_fill" else 2
+    mask: Any = node.args[1 - at // 2]
+    if r.name(mask) != "isnan" or mask.args[0] is not node.args[at]:
+        return None
+    return of_softmax(r, node, at)
 
 
 def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -36,9 +36,13 @@ class Tensors(NamedTuple):
 
     @property
     def fixed(self) -> dict[str, Tensor]:
-        """The values of floating-point constants that no state dict contains."""
-        own = {name: self.states[name].detach() for name in self.unsaved & self.states.keys()}
-        return {name: tensor for name, tensor in own.items() if tensor.is_floating_point() and not tensor.is_meta}
+        """The values of floating-point constants: buffers that no state dict contains, or of infinite numbers."""
+        floating = {
+            name: tensor.detach()
+            for name, tensor in self.states.items()
+            if name not in self.parameters and tensor.is_floating_point() and not tensor.is_meta
+        }
+        return {name: own for name, own in floating.items() if name in self.unsaved or bool(own.isinf().all())}
 
     def cut(self, captures: Sequence[Capture]) -> "Tensors":
         """Return these tensors with parameters split into the pieces that the captures read."""

@@ -311,6 +311,25 @@ def test_buffers_that_a_network_makes_when_it_runs_do_not_disturb() -> None:
     torch.testing.assert_close(network(X), before)
 
 
+@pytest.mark.parametrize("least", [-math.inf, -2.0])
+def test_infinite_buffers_are_constants(least: float) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        scores = torch.where(torch.ones(3, 3, dtype=torch.bool).tril(), s.q(x) @ s.k(x).mT, s.least)
+        return scores.softmax(-1) @ s.v(x)
+
+    network = program(forward, q=L(5, 2), k=L(5, 2), v=L(5, 4))
+    network.register_buffer("least", torch.tensor(least))
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 5))
+    other = copy.deepcopy(network)
+    other.least.fill_(-3.0)
+    if math.isinf(least):
+        assert (symmetry.dimension, symmetry.nullity) == (4 + 2, 4 + 2)
+        assert_refused(symmetry.act, symmetry.sample(), other, says="changes an output")
+    else:
+        assert symmetry.dimension == 4
+        symmetry.act(symmetry.sample(), other)
+
+
 def in_place(h: Tensor) -> Tensor:
     """Scale by degrees of a graph, as graph convolutions do."""
     degree = torch.ones(len(h)).scatter_add_(0, torch.tensor([0, 1, 0]), torch.ones(3)).pow_(-0.5)
