@@ -253,6 +253,8 @@ def test_valid_network_raises_no_alarm(name: str) -> None:
 def test_tolerance_follows_the_lowest_precision_and_is_printed(dtype: torch.dtype, limits: tuple[float, float]) -> None:
     def function(s: Any, x: Tensor) -> Any:
         h = torch.relu(s.a(x)).to(dtype)
+        if h.dtype != dtype:
+            raise TypeError("this kernel takes one precision, so that its casts cannot be ignored")
         return F.linear(h, s.b.weight.to(dtype), s.b.bias.to(dtype)).to(x.dtype)
 
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
 
@@ -38,6 +39,8 @@ def _is_known(r: Rewriter, node: fx.Node, known: Collection[str]) -> bool:
 def _decompose(r: Rewriter, node: fx.Node, known: Collection[str]) -> bool:
     """Replace an operation; return False if its parts are unknown, too, or torch does not decompose it."""
     target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
     function = decomposition_table.get(target) or (target if target._can_decompose() else None)
     if function is None:
         return False
