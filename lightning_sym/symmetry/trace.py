@@ -193,8 +193,9 @@ def _derived(
 
 
 def _left_out(captures: Sequence[Capture], output: str | int | None) -> list[str]:
-    """Note the outputs that do not count."""
+    """Note the outputs that do not count, and the inputs."""
     names = dict.fromkeys(name for captured in captures for name in captured.left_out)
     kept = "logits" if output is None else output
     note = f"of the outputs {kept} stays the same, {', '.join(names)} may change (output=... chooses)"
-    return [note] if names else []
+    given = "for integer and boolean inputs that select as many elements, and the same branches, as the example's only"
+    return [note] * bool(names) + [given] * any(captured.given for captured in captures)

@@ -122,6 +122,7 @@ class Capture:
         leaves: The module call behind each leaf operation, by key.
         left_out: The names of outputs that do not count.
         folded: The constants with values that the run may have read.
+        given: Whether shapes or branches depend on the values of integer or boolean inputs.
         buffers: The names of the states that are not parameters.
         charts: By parameter w, the number n of the sum w + n that replaces it in the graph; for vectors perhaps one
             number per element.
@@ -140,6 +141,7 @@ class Capture:
     leaves: dict[int, Leaf] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     folded: frozenset[str] = frozenset()
+    given: bool = False
     buffers: frozenset[str] = frozenset()
     charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
@@ -534,6 +536,7 @@ def capture(
     *,
     cuts: Cuts | None = None,
     fold: bool = False,
+    given: bool = False,
 ) -> Capture:
     """Run a network once on tensors without data and record its operations.
 
@@ -547,6 +550,7 @@ def capture(
         cuts: Cuts of the network; their values receive the additional names ``site/0``, ``site/1``, ...
         fold: Whether to compute the values of constants during the run, which is slower. Without it the function falls
             back to folding where the network needs values.
+        given: Whether integer and boolean inputs are constants, too. The function falls back to this last.
 
     Raises:
         ValueError: If the control flow depends on values, an operation cannot run without data, or no output counts.
@@ -577,6 +581,7 @@ def capture(
         def run(state: Mapping[str, Tensor], arguments: tuple[Any, Any]) -> Any:
             held = {place: state[names[place]] for place in places_of(running)}
             known = [(state[name], states[name]) for name in constants]
+            known += _integers(arguments, (call.positional, dict(call.keywords))) if given else []
             with torch.no_grad(), Folding(known) if fold else contextlib.nullcontext():
                 outputs = torch.func.functional_call(running, held, *arguments, tie_weights=False)
             if cuts is not None:
@@ -594,13 +599,13 @@ def capture(
         except OutputError as error:
             raise ValueError(str(error)) from None
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            if fold:
+            if given or (fold and not _integers(arguments, (call.positional, dict(call.keywords)))):
                 raise _refusal(error, misspelt(network, call), _of_experts(network)) from error
             module = None
         except Exception as error:
             raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # as in the log
     if module is None or (_hidden(module) and not fold):
-        return capture(network, call, leaf_types, cuts=cuts, fold=True)
+        return capture(network, call, leaf_types, cuts=cuts, fold=True, given=fold)
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return Capture(
@@ -612,9 +617,20 @@ def capture(
         leaves=leaves,
         left_out=left_out,
         folded=frozenset(constants if fold else ()),
+        given=given,
         buffers=frozenset(name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)),
         call=call,
     )
+
+
+def _integers(without_data: Any, values: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of an integer or boolean tensor without data and its value."""
+    pairs = zip(pytree.tree_leaves(without_data), pytree.tree_leaves(values), strict=True)
+    return [
+        (own, value)
+        for own, value in pairs
+        if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex() or value.is_meta)
+    ]
 
 
 def _of_experts(network: nn.Module) -> str:

@@ -330,6 +330,34 @@ def test_infinite_buffers_are_constants(least: float) -> None:
         symmetry.act(symmetry.sample(), other)
 
 
+def with_loops(s: Any, x: Tensor, edges: Tensor) -> Tensor:
+    """Add up neighbours, each node itself included once, as libraries of graph networks do."""
+    edges = edges[:, edges[0] != edges[1]]
+    edges = torch.cat([edges, torch.arange(len(x)).expand(2, -1)], 1)
+    h = F.relu(s.a(x))
+    return s.b(torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]))
+
+
+def test_shapes_that_depend_on_indices() -> None:
+    network, edges = program(with_loops, a=L(5, 8), b=L(8, 3)), torch.tensor([[0, 1, 2, 2], [1, 2, 2, 0]])
+    symmetry = trace_symmetry(network, (torch.randn(3, 5), edges))
+    assert (symmetry.dimension, symmetry.nullity) == (8, 8)
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(8)))
+    (note,) = symmetry.notes
+    assert "inputs that select as many elements" in note
+    other = (torch.randn(3, 5), torch.tensor([[1, 1, 0, 2], [0, 1, 2, 0]]))
+    torch.testing.assert_close(symmetry.act(symmetry.sample(), network)(*other), network(*other))
+
+
+def test_shapes_that_depend_on_tokens_leave_rows_of_tables_alike() -> None:
+    network = program(
+        lambda s, ids: s.b(F.relu(s.a(s.table(ids[ids > 0])))), table=lambda: nn.Embedding(9, 4), a=L(4, 8), b=L(8, 3)
+    )
+    symmetry = trace_symmetry(network, torch.tensor([0, 1, 2]))
+    other = torch.tensor([7, 0, 5, 8])
+    torch.testing.assert_close(symmetry.act(symmetry.sample(), network)(other), network(other))
+
+
 def in_place(h: Tensor) -> Tensor:
     """Scale by degrees of a graph, as graph convolutions do."""
     degree = torch.ones(len(h)).scatter_add_(0, torch.tensor([0, 1, 0]), torch.ones(3)).pow_(-0.5)
