@@ -55,8 +55,9 @@ def trace_symmetry(
     example's needs an example for each branch.
 
     Args:
-        network: Any network whose operations do not depend on values. Not changed. Its weights may be on torch's meta
-            device (:func:`~lightning_sym.symmetry.without_weights`), as shapes and constants suffice.
+        network: Any network whose operations do not depend on values, other than those of integer and boolean inputs
+            (a note then restricts the group to some). Not changed. Its weights may be on torch's meta device
+            (:func:`~lightning_sym.symmetry.without_weights`), as shapes and constants suffice.
         example_input: An input (a tensor of any batch size, on any device), or a tuple of positional arguments; None
             if all arguments are keywords.
         more_examples: Further inputs, as `example_input`, of other lengths or image sizes. The group is the one that
