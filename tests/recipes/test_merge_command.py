@@ -366,6 +366,7 @@ def test_vision_transformers_are_merged_by_activations() -> None:
     assert rows["merged, aligned"] < rows["merged, unaligned"]
 
 
+@pytest.mark.filterwarnings("ignore:The mean over batches of other sizes:UserWarning")
 def test_a_mean_that_alignment_makes_worse_is_said_to_be() -> None:
     a = perceptron()
     files = as_state_dict(a, "a.pt"), as_state_dict(planted(symmetry_of_perceptron(), a), "b.pt")

@@ -123,9 +123,10 @@ def test_files_that_are_no_teacher(tmp_path):
         EquivalenceTask(two_unit(), members=1, teacher=str(file)).configure_model()
 
     assert_refused(load, tmp_path / "absent.safetensors", says="There is no file", error=FileNotFoundError)
-    (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
-    (tmp_path / "broken.pt").write_bytes(b"nonsense")
     for name in ("broken.safetensors", "broken.pt"):
+        (tmp_path / name).write_bytes(b"nonsense")
+        assert_refused(load, tmp_path / name, says="is text, not a file of")
+        (tmp_path / name).write_bytes(bytes(range(200, 240)))
         assert_refused(load, tmp_path / name, says="is damaged")
     save_file(LeNet5().state_dict(), tmp_path / "other.safetensors")
     assert_refused(load, tmp_path / "other.safetensors", says="which MultiLayerPerceptron has not")
