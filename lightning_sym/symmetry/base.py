@@ -35,7 +35,7 @@ from lightning_sym.symmetry.group.permutation import Permutation
 from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
-from lightning_sym.symmetry.tracing.affine.space import Shown
+from lightning_sym.symmetry.tracing.affine.parts import Shown
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
 from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
 from lightning_sym.symmetry.tracing.norms import Norm

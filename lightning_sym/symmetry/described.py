@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_sym.symmetry.elements import AxisGroup
-from lightning_sym.symmetry.tracing.affine.space import Kind
+from lightning_sym.symmetry.tracing.affine.parts import Kind
 from lightning_sym.symmetry.tracing.structure import Structure
 
 WIDTH = 80

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
-from lightning_sym.symmetry.tracing.affine.space import Shown
+from lightning_sym.symmetry.tracing.affine.parts import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
 from lightning_sym.symmetry.tracing.gained import GainedCell
 from lightning_sym.symmetry.tracing.rotations import Rotation

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.group.gained_shifts import with_carried_shifts
 from lightning_sym.symmetry.solving.group import Group
-from lightning_sym.symmetry.tracing.affine.space import Shown, Translations
+from lightning_sym.symmetry.tracing.affine.parts import Shown
+from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import Labels

@@ -13,15 +13,8 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
-from lightning_sym.symmetry.tracing.affine.space import (
-    Folds,
-    Free,
-    Located,
-    Readers,
-    Translations,
-    Writers,
-    scales,
-)
+from lightning_sym.symmetry.tracing.affine.parts import Folds, Free, Readers, Writers
+from lightning_sym.symmetry.tracing.affine.space import Located, Translations, scales
 from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, NamedTensors, doubled
 

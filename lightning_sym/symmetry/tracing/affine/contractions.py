@@ -3,13 +3,14 @@
 import math
 import string
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.algebra import Algebra
+from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned, equation_shape
 from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
     ROWS,
@@ -26,44 +27,6 @@ from lightning_sym.symmetry.tracing.affine.values import (
 from lightning_sym.symmetry.tracing.affine.weights import ByKernel, ByProduct, ByTotal, Made
 
 _MOST = 2**20  # maximal terms of equations with the entries of a constant matrix
-
-
-class Sum(NamedTuple):
-    """A contraction by letters: those of both factors and of the result."""
-
-    one: str
-    two: str
-    out: str
-
-    @property
-    def gone(self) -> str:
-        """The summed letters."""
-        return "".join(letter for letter in self.one if letter not in self.out)
-
-    @property
-    def turned(self) -> "Sum":
-        """The same contraction with exchanged factors."""
-        return Sum(self.two, self.one, self.out)
-
-    @property
-    def equation(self) -> str:
-        """The equation for `torch.einsum`."""
-        return f"{self.one},{self.two}->{self.out}"
-
-
-def aligned(array: Tensor, letters: str, out: str, lead: int = 0) -> Tensor:
-    """Rearrange a thin array to other letters; missing axes have size 1, and removed axes must have size 1."""
-    array = array.reshape(
-        [
-            *array.shape[:lead],
-            *(size for letter, size in zip(letters, array.shape[lead:], strict=True) if letter in out),
-        ]
-    )
-    own = [letter for letter in letters if letter in out]
-    order = sorted(range(len(own)), key=lambda at: out.index(own[at]))
-    array = array.permute((*range(lead), *(lead + at for at in order)))
-    sizes = {own[at]: size for at, size in zip(order, array.shape[lead:], strict=True)}
-    return array.reshape([*array.shape[:lead], *(sizes.get(letter, 1) for letter in out)])
 
 
 class Contractions(Algebra):
@@ -622,9 +585,3 @@ class Contractions(Algebra):
             for axis, at in enumerate(weights.origin[1])
         ]
         return numbers[tuple(index)]
-
-
-def equation_shape(one: Value, two: Value, first: str, second: str, out: str) -> tuple[int, ...]:
-    """Return the shape of a contraction."""
-    sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
-    return tuple(sizes[letter] for letter in out)

@@ -17,18 +17,10 @@ from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.leaning import leaning_of
 from lightning_sym.symmetry.tracing.affine.normed import normed_of
+from lightning_sym.symmetry.tracing.affine.parts import Free, Kind, Parts, Readers, Shown, Step, Writers
 from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
 from lightning_sym.symmetry.tracing.affine.solution import Solution
-from lightning_sym.symmetry.tracing.affine.space import (
-    Free,
-    Kind,
-    Parts,
-    Readers,
-    Shown,
-    Step,
-    Translations,
-    Writers,
-)
+from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.system import Derived, System, states_of
 from lightning_sym.symmetry.tracing.affine.values import Value
 from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_total
