@@ -403,7 +403,7 @@ class ImageDataModule(InMemoryDataModule):
         """
 
     def _loaded(self) -> tuple[LabelledImages, LabelledImages]:
-        """Return what :meth:`load` returned, with tensors instead of arrays."""
+        """Load the data, and turn arrays into tensors."""
         found: Any = self.load()
         parts = found if isinstance(found, tuple | list) and len(found) == 2 else ()
         if not parts or not all(isinstance(part, tuple | list) and len(part) == 2 for part in parts):

@@ -5,7 +5,7 @@ its members apart (docs/theory/intertwiners.md, 2.14), but shares no units with 
 So if a network has layers of both kinds, all are written as matrices. Weights that are multiplied member by member
 (experts) remain stacks, and so do the weights before them.
 
-In the same way, stacked values of different layers whose units never meet become one value with the units of all.
+In the same way, stacked values become one value with the units of all, if the units of different layers never meet.
 """
 
 import math

@@ -282,7 +282,7 @@ class Contractions(Algebra):
     def _picks_members(self, weights: Value, by: Sum) -> bool:
         """Whether a sum over all members of a parameter, with input-dependent factors, picks some of them.
 
-        What all of them have in common is then no translation, as each of them has units of its own.
+        Each member has units of its own, so that a change of all members is no translation.
         """
         if weights.origin is None or weights.origin[0] not in self.system.members:
             return False
