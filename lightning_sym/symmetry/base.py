@@ -76,6 +76,7 @@ class Symmetry(ElementGroup):
         nullity: Dimension of the kernel of the Jacobian of the outputs by the parameters, at generic weights, as
             `trace_symmetry` measures it; None if it was not measured, or if it is another at all weights that were
             tried. A note names the part that the group leaves out.
+        unmeasured: Why the self-test did not measure the nullity; empty if it did, or was not asked to.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
     """
@@ -101,6 +102,7 @@ class Symmetry(ElementGroup):
         self.tolerance = tolerance_of(torch.float64)
         self.elements_tried = 0
         self.nullity: int | None = None
+        self.unmeasured = ""
         self.examples = tuple(examples)
         self._common_shift = common_shift
         self.norms = tuple(norms)
@@ -242,6 +244,7 @@ class Symmetry(ElementGroup):
         )
         checks = [] if math.isnan(self.worst_error) else [checked]
         checks += [] if self.nullity is None else [f"nullity of the Jacobian: {self.nullity}"]
+        checks += [f"nullity of the Jacobian: not measured ({self.unmeasured})"] * bool(self.unmeasured)
         lines = [*described_table(self.table()), *wrapped(summary)]
         lines += [line for factor in self.factors.inwards for text in factor.describe() for line in wrapped(text)]
         lines += described_blocks(self.structure, self.groups)

@@ -27,8 +27,11 @@ from lightning_sym.symmetry.tracing.calls import Call, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
 
 # Networks with more parameters, or more intermediate numbers for all rows, are not measured.
-_MOST_PARAMETERS = 500
+MOST_PARAMETERS = 2000
 _MOST_NUMBERS = 2e7
+# Maximum number of parameters for searches over weights. Rectifiers of larger networks are leaky, with this slope.
+_MOST_SEARCHED = 500
+_SLOPE = 0.1
 # Smaller singular values, relative to the largest, count as zero.
 _ZERO = 1e-12
 # Minimum number of different inputs of each length.
@@ -39,12 +42,18 @@ _SEARCHES, _STEPS, _AGREEING = 4, 20, 3
 _RARITIES = ((-1.0, 2.0), (0.0, 1.8), (1.0, 1.5), (1.8, 1.2))
 # Root mean squares of random weights: of matrices times the root of the fan-in; bounds for those of vectors.
 _GROWTH, _LEAST = 1.5, 0.2
+# Number of steps of the power iteration for the largest singular value.
+_POWERS = 8
 # Ratio of the number of inputs in searches to that of the first measurement.
 _MORE = 4
 # Divisor of the number of inputs where a network processes them one by one.
 _FASTER = 4
 # Number of names in a note.
 _SHOWN = 6
+# Rectifiers; the first three write into their input.
+_RECTIFIERS = (torch.relu_, Tensor.relu_, F.relu_, torch.relu, Tensor.relu, F.relu)
+# Maximum number of random weights of large networks.
+_DRAWS = 4
 
 
 class Excess(NamedTuple):
@@ -79,18 +88,26 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         captures: The traced calls.
     """
     count = sum(parameter.numel() for parameter in network.parameters())
-    if not 0 < count <= _MOST_PARAMETERS or symmetry.precision != torch.float64:
+    if not count:
         return
-    if count * max(map(_numbers, captures)) > _MOST_NUMBERS:
+    if count > MOST_PARAMETERS:
+        symmetry.unmeasured = f"more than {MOST_PARAMETERS} parameters: see local_dimension"
+    elif symmetry.precision != torch.float64:
+        symmetry.unmeasured = f"the network rounds to {symmetry.precision}"
+    elif count * max(map(_numbers, captures)) > _MOST_NUMBERS:
+        symmetry.unmeasured = "the values inside are too large; use smaller examples"
+    if symmetry.unmeasured:
         return
     exact = double_copy(network).cpu()
     calls = pytree.tree_map_only(Tensor, Tensor.cpu, [double(_few(captured.call)) for captured in captures])
     found = None
-    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched():
+    large = count > _MOST_SEARCHED
+    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=large):
         warnings.simplefilter("ignore")  # of other operations without a batched version
         with contextlib.suppress(Exception):  # no derivative exists, or the network does not run on other inputs
-            found = _least(symmetry, exact, network.state_dict(), calls)
+            found = (_at_a_few if large else _least)(symmetry, exact, network.state_dict(), calls)
     if found is None:
+        symmetry.unmeasured = "no derivative, or no two weights with the same"
         return
     if found.sure:
         symmetry.nullity = found.nullity
@@ -117,10 +134,20 @@ class _Batched(TorchFunctionMode):
     """Writes out functions without a batched derivative; embeddings have gradients at padding tokens as well.
 
     RMS norms without eps use that of single precision: that of double precision would vanish in rounding.
+
+    Args:
+        leaky: Whether rectifiers are leaky, so that no unit is dead. Their scales and permutations are the same.
     """
+
+    def __init__(self, *, leaky: bool) -> None:
+        super().__init__()
+        self.leaky = leaky
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = {} if kwargs is None else kwargs
+        if self.leaky and function in _RECTIFIERS:
+            inplace = function in _RECTIFIERS[:3] or options.get("inplace", len(args) > 1 and args[1])
+            return F.leaky_relu(args[0] if args else options["input"], _SLOPE, inplace=inplace)
         if function is F.embedding and not options.get("max_norm"):
             return args[1][args[0]]
         if function is F.prelu and not options:
@@ -164,12 +191,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
     """
     generator = torch.Generator().manual_seed(2)
     read, explained = torch.zeros(2, sum(weight.numel() for weight in exact.parameters()), dtype=torch.bool)
-
-    def drawn(amount: float) -> None:
-        exact.load_state_dict(own)
-        perturb(symmetry, exact, amount, generator)
-        if math.isinf(amount):
-            _spread(exact, generator)
+    drawn = functools.partial(_draw, symmetry, exact, own, generator)
 
     def is_whole(found: Excess) -> bool:
         read.logical_or_(found.read)
@@ -208,6 +230,38 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         exact.load_state_dict(weights, strict=False)
         best = _measured(symmetry, exact, calls, generator, more, counted=read) or best
     return best._replace(sure=not best.missing or ends.count(best.whole) >= 2)
+
+
+def _at_a_few(
+    symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]
+) -> Excess | None:
+    """Return the excess of a large network where two random weights agree; see :func:`_least`."""
+    generator = torch.Generator().manual_seed(2)
+    amounts, known = [math.inf, 0.3, 0.03], dict[tuple[int, int], Excess]()
+    for number in range(_DRAWS):
+        while amounts:
+            _draw(symmetry, exact, own, generator, amounts[0])
+            if (found := _measured(symmetry, exact, calls, generator, _MORE if number else 1)) is not None:
+                break
+            del amounts[0]
+        else:
+            return None
+        key = found.missing, found.nullity
+        if key in known or (not found.missing and bool(found.read.all() if not number else found.read.any())):
+            return found
+        known[key] = found
+        calls = calls if number else [*_further(exact, calls, generator)]
+    return None
+
+
+def _draw(
+    symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], generator: torch.Generator, amount: float
+) -> None:
+    """Replace a network's weights by random ones: its own ones perturbed by some amount, or others if it is infinite."""
+    exact.load_state_dict(own)
+    perturb(symmetry, exact, amount, generator)
+    if math.isinf(amount):
+        _spread(exact, generator)
 
 
 def _weights(network: nn.Module) -> dict[str, Tensor]:
@@ -333,23 +387,15 @@ def _measured(
         return None
     if not (largest := float(rows.abs().max())):
         return None
-    # Short rows keep their lengths: behind a saturated softmax, they are differences of numbers near 1, whose rounding
-    # would count as rank.
-    rows = torch.linalg.qr(rows / largest, mode="r").R
+    rows = rows / largest
     sizes = torch.linalg.vector_norm(rows, dim=0)
-    rows = rows / sizes.clamp(min=1e-3 * float(sizes.max()))
-    nullity, read = count - _rank(torch.linalg.svdvals(rows)), sizes > 0
-    if nullity == symmetry.dimension and not any(
-        group.dense for group in symmetry.groups
-    ):  # some of their dimensions may act trivially
-        return Excess(0, nullity, nullity, torch.ones_like(read))
+    found = _compared(symmetry, network, rows, sizes, sizes > 0 if counted is None else counted)
     larger = before is not None and (
-        nullity > before.whole or (nullity == before.whole and torch.equal(read, before.read))
+        found.whole > before.whole or (found.whole == before.whole and torch.equal(found.read, before.read))
     )
-    if before is not None and larger and nullity - int((~read).sum()) > symmetry.dimension:
-        return before._replace(whole=nullity, read=read)
-    counted = read if counted is None else counted
-    return _compared(symmetry, network, rows, sizes, counted)._replace(whole=nullity, read=read)
+    if before is not None and larger and found.missing:
+        return before._replace(whole=found.whole, read=found.read)
+    return found
 
 
 def _rank(values: Tensor) -> int:
@@ -422,21 +468,24 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     Args:
         symmetry: The symmetry.
         network: The network at these weights.
-        rows: Rows with the kernel of the Jacobian. Shape (rows, parameters).
+        rows: Rows of the Jacobian. Shape (rows, parameters).
         sizes: The lengths of the Jacobian's columns. Shape (parameters,).
-        counted: Mask of the entries that count. Shape (parameters,).
+        counted: Mask of the entries that count, among them all with columns that are not zero. Shape (parameters,).
     """
     tangents = tangents_at(symmetry, network)
-    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[counted, None]
-    known = scale * _in_order(tangents, network, symmetry.structure.charts)[counted]
-    basis, values, _ = torch.linalg.svd(known, full_matrices=False)
-    kernel = _kernel(rows[:, counted])
-    left, cosines, _ = torch.linalg.svd(kernel.T @ basis[:, : _rank(values)])
-    rank = int((cosines > 0.5).sum())  # 1, as tangents are in the kernel
-    rest = torch.linalg.vector_norm(kernel @ left[:, rank:], dim=1)
+    # Short rows keep their lengths: behind a saturated softmax, they are differences of numbers near 1, whose rounding
+    # would count as rank.
+    scale = sizes.clamp(min=1e-3 * float(sizes.max()))[counted]
+    rows = rows[:, counted] / scale
+    basis, values, _ = torch.linalg.svd(
+        scale[:, None] * _in_order(tangents, network, symmetry.structure.charts)[counted], full_matrices=False
+    )
+    known = basis[:, : _rank(values)]
+    further = _kernel(torch.cat([rows, known.T]))
+    rest = torch.linalg.vector_norm(further, dim=1)
     # Scales of running statistics count if gains and biases compensate them. They are no tangents of parameters.
     absorbed = tangents.statistics - symmetry.buffer_dimension
-    missing = max(kernel.shape[1] - rank - absorbed, 0)
+    missing = max(further.shape[1] - absorbed, 0)
     moved = sizes == 0
     moved[counted] |= rest > 1e-6
     parts = dict(network.named_parameters())
@@ -444,22 +493,41 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     pieces = zip(parts.items(), torch.split(moved, counts), strict=True)
     masks = {name: mask.view(part.shape) for (name, part), mask in pieces}
     of = torch.repeat_interleave(torch.tensor(counts))[counted]
-    names = functools.partial(_names, parts, of, kernel, left[:, :rank], rest, absorbed)
-    return Excess(missing, tangents.rank + absorbed + missing, 0, sizes > 0, masks, names)
+    return Excess(
+        missing,
+        nullity=tangents.rank + absorbed + missing,
+        whole=int((~counted).sum()) + known.shape[1] + further.shape[1],
+        read=sizes > 0,
+        moved=masks,
+        names=functools.partial(_names, parts, of, further, known, rest, absorbed),
+    )
 
 
 def _kernel(rows: Tensor) -> Tensor:
     """Return an orthonormal basis of a matrix's kernel, by inverse iteration. Shape (columns, dimension)."""
-    values = torch.linalg.svdvals(rows)
-    count = rows.shape[1]
-    shift = 1e-13 * values[0] * torch.eye(count, dtype=rows.dtype)
-    triangle = torch.linalg.qr(torch.cat([rows, shift]), mode="r").R
+    triangle = torch.linalg.qr(rows, mode="r").R
+    count = triangle.shape[1]
     generator = torch.Generator().manual_seed(0)
-    found = torch.randn(count, count - _rank(values), generator=generator, dtype=rows.dtype)
-    for _ in range(3):
-        found = torch.linalg.solve_triangular(triangle.T, found, upper=False)
-        found = torch.linalg.qr(torch.linalg.solve_triangular(triangle, found, upper=True)).Q
-    return found
+    along = torch.randn(count, 1, generator=generator, dtype=rows.dtype)
+    for _ in range(_POWERS):
+        along = torch.nn.functional.normalize(triangle.T @ (triangle @ along), dim=0)
+    largest = float(torch.linalg.vector_norm(triangle @ along))
+    # Few directions show that the kernel is trivial. With a shift, none of its vectors is lost in rounding.
+    width, shift = 2, torch.full((count,), 1e-14 * largest, dtype=rows.dtype)
+    solved = triangle + torch.diag(shift * (triangle.diagonal().abs() < shift))
+    while True:
+        width = min(width, count)
+        found = torch.randn(count, width, generator=generator, dtype=rows.dtype)
+        for _ in range(3):
+            found = torch.linalg.solve_triangular(solved.T, found, upper=False)
+            found = torch.linalg.qr(torch.linalg.solve_triangular(solved, found, upper=True)).Q
+        _, values, right = torch.linalg.svd(triangle @ found, full_matrices=False)
+        zero = values < _ZERO * largest
+        if not zero.any() or (width > 2 and (width == count or not zero.all())):
+            return found @ right.T[:, zero]
+        if width == 2:
+            solved = torch.linalg.qr(torch.cat([triangle, torch.diag(10 * shift)]), mode="r").R
+        width *= 8
 
 
 def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Tensor:
@@ -477,18 +545,20 @@ def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Te
 
 
 def _names(
-    parts: Mapping[str, Tensor], of: Tensor, kernel: Tensor, known: Tensor, rest: Tensor, absorbed: int
+    parts: Mapping[str, Tensor], of: Tensor, further: Tensor, known: Tensor, rest: Tensor, absorbed: int
 ) -> list[str]:
     """Return a small set of parameters such that directions that move only these complete the kernel.
 
     Args:
         parts: All parameters.
         of: Index of each entry's parameter. Shape (entries,).
-        kernel: Orthonormal basis. Shape (entries, dimension).
-        known: The span of the tangents, in coordinates of the kernel. Shape (dimension, known).
+        further: Orthonormal basis of the kernel's part outside the tangent space. Shape (entries, dimension).
+        known: Orthonormal basis of the tangent space. Shape (entries, known).
         rest: Size of the movement of each entry by directions outside the tangent space. Shape (entries,).
         absorbed: Number of directions of biases and gains that may be missing, as they compensate statistics.
     """
+    kernel = torch.cat([known, further], 1)
+    inner = torch.eye(kernel.shape[1], known.shape[1], dtype=kernel.dtype)
     moves = torch.zeros(len(parts), dtype=torch.float64).index_add_(0, of, rest.square())
     matrices = [part.ndim > 1 for part in parts.values()]
     kept = torch.ones(len(parts), dtype=torch.bool)
@@ -496,6 +566,6 @@ def _names(
         kept[number] = False
         outside = kernel[~kept[of]]
         values, vectors = torch.linalg.eigh(outside.T @ outside)
-        inside = torch.cat([vectors[:, values < 1e-12], known], 1)
+        inside = torch.cat([vectors[:, values < 1e-12], inner], 1)
         kept[number] = int((torch.linalg.svdvals(inside) > 1e-6).sum()) < kernel.shape[1] - absorbed
     return [name for name, keep in zip(parts, kept.tolist(), strict=True) if keep]

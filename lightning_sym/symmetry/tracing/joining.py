@@ -268,8 +268,17 @@ class Joining(Placing):
             return self.beside_constant(label, constant, added=not product)
         along = [axis for axis in label.axes if self._varies(other, axis - len(shape) + other.ndim)]
         varies = bool(along)
-        if product and varies and self._parted(label, along):  # a different factor per head: heads are fixed
-            self.constraints.fix_units(self.parts(label, along, mixtures=True).atom)
+        kind = self._kinds(label, other, shape) if varies else None
+        if kind is not None:
+            self._told_by(label, kind)
+            if not product:
+                self.constraints.keep_ones(label)
+                self.constraints.fix_scales(label.scale)
+            return label
+        if product and varies and (heads := self._heads(label, along)) is not None:  # a different factor per head
+            wholes = self.constraints.fresh((0,), (int(heads.max()) + 1,))
+            self.constraints.block(wholes.atom[heads], label.atom)
+            self.constraints.fix_units(wholes.atom)
             return label
         if varies:
             self.constraints.fix_units(label.atom.ravel())
@@ -279,13 +288,51 @@ class Joining(Placing):
             self.constraints.fix_scales(label.scale)
         return None if varies and not product else label
 
+    def _told_by(self, label: Label, kind: Ints) -> None:
+        """Require that units meet the same numbers when they move.
+
+        Args:
+            label: The units.
+            kind: Positions with equal entries meet the same numbers. Of the label's shape.
+        """
+        self.constraints.restrict(label)
+        alone = label.atom[np.bincount(kind.ravel())[kind] == 1]
+        self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
+        tag = self.constraints.derive_tags(label.tag, kind)
+        self.see(Label(label.axes, label.atom, tag, label.scale))
+
     @staticmethod
-    def _parted(label: Label, axes: Sequence[int]) -> bool:
-        """Whether each unit occurs at one position of some of a label's axes, together with others."""
+    def _kinds(label: Label, value: Value, shape: tuple[int, ...]) -> Ints | None:
+        """Number the positions of a label by a value's elements there, if some recur (as masks of all heads)."""
+        if not value.sources or not label.axes or value.labels:
+            return None
+        paths = [moved_coordinates(root.shape, range(root.ndim), path) for root, path in value.sources]
+        rows = [rows_of(moved.expand(shape), label.axes) for moved in paths]
+        kind = numbered_rows(np.hstack([np.broadcast_to(row, (label.size, row.shape[1])) for row in rows]))
+        units, kinds = len(rising(label.atom.ravel())), len(rising(kind))
+        return kind.reshape(label.atom.shape) if kinds * units == label.size and kinds < label.size else None
+
+    @staticmethod
+    def _heads(label: Label, axes: Sequence[int]) -> Ints | None:
+        """Number the parts of a label such that units at one position of some axes form one part, in every sample.
+
+        Args:
+            label: The units, also on further axes.
+            axes: Some of the label's axes.
+
+        Returns:
+            The part of each unit, of the label's shape; None if units meet others at some positions only.
+        """
         if len(axes) == len(label.axes):
-            return False
-        pairs = rising_pairs(label.atom.ravel(), _places(label, axes).ravel())
-        return bool(pairs.shape[1] == len(rising(label.atom)))
+            return None
+        place, unit = _places(label, axes).ravel(), np.unique(label.atom, return_inverse=True)[1].ravel()
+        pairs = rising_pairs(unit, place)
+        first = pairs[1][np.searchsorted(pairs[0], np.arange(unit.max() + 1))]  # the first place of each unit
+        of_place = first[unit[np.unique(place, return_index=True)[1]]]
+        counts = np.bincount(of_place, minlength=len(of_place))
+        if (of_place[place] != first[unit]).any() or (np.bincount(pairs[0]) != counts[first]).any():
+            return None
+        return np.unique(first[unit], return_inverse=True)[1].reshape(label.atom.shape)
 
     @staticmethod
     def _varies(value: Value, axis: int) -> bool:
@@ -317,11 +364,7 @@ class Joining(Placing):
         elif varying:
             kind = numbered_rows(rows).reshape(label.atom.shape)
         if kind.any():
-            self.constraints.restrict(label)
-            alone = label.atom[np.bincount(kind.ravel())[kind] == 1]
-            self.constraints.fix_units(alone, counted("meets numbers that tell units apart", alone, "place"))
-            tag = self.constraints.derive_tags(label.tag, kind)
-            self.see(Label(label.axes, label.atom, tag, label.scale))
+            self._told_by(label, kind)
         if not added and not value.by_size and 0 < (dead := label.atom[~nonzero]).size < label.size:
             note = f"{self.where}: multiplies {len(np.unique(dead))} units by zero, whose weights the group only scales"
             self.constraints.unread.append((dead, note))
