@@ -25,6 +25,7 @@ from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
 from lightning_sym.symmetry.tangents import OrbitTangents, tangents_at
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 # Networks with more parameters, or more intermediate numbers for all rows, are not measured.
 MOST_PARAMETERS = 2000
@@ -52,8 +53,14 @@ _FASTER = 4
 _SHOWN = 6
 # Rectifiers; the first three write into their input.
 _RECTIFIERS = (torch.relu_, Tensor.relu_, F.relu_, torch.relu, Tensor.relu, F.relu)
-# Maximum number of random weights of large networks.
-_DRAWS = 4
+# Maximum number of random weights of large networks, and numbers of these that must agree on what is missing: of
+# analytic functions, whose generic weights all have the same kernel, and with units that may be on one side only.
+_DRAWS, _ANALYTIC, _PIECEWISE = 4, 2, 3
+# Operations with one-sided units, and with sides that random weights rarely reach.
+_BENT = {"relu", "leaky_relu", "prelu", "abs", "max_pool1d", "max_pool2d", "max_pool3d"}
+_CLIPPED = (operations(Trait.EQUALISE) | operations(Trait.ORDER)) - _BENT - {"where", "masked_fill", "eq", "ne"} | {
+    "hardswish", "hardshrink", "softshrink", "maximum", "minimum", "max", "min", "amax", "amin", "sort", "topk"
+}  # fmt: skip
 
 
 class Excess(NamedTuple):
@@ -105,9 +112,10 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=large):
         warnings.simplefilter("ignore")  # of other operations without a batched version
         with contextlib.suppress(Exception):  # no derivative exists, or the network does not run on other inputs
-            found = (_at_a_few if large else _least)(symmetry, exact, network.state_dict(), calls)
+            least = functools.partial(_at_a_few, agreeing=_agreeing(captures)) if large else _least
+            found = least(symmetry, exact, network.state_dict(), calls)
     if found is None:
-        symmetry.unmeasured = "no derivative, or no two weights with the same"
+        symmetry.unmeasured = "no derivative, or another at all tested weights"
         return
     if found.sure:
         symmetry.nullity = found.nullity
@@ -233,11 +241,19 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
 
 
 def _at_a_few(
-    symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]
+    symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call], *, agreeing: int
 ) -> Excess | None:
-    """Return the excess of a large network where two random weights agree; see :func:`_least`."""
+    """Return the excess of a large network where several random weights agree on it; see :func:`_least`.
+
+    Args:
+        symmetry: See there.
+        exact: See there.
+        own: See there.
+        calls: See there.
+        agreeing: Number of weights that must agree, unless nothing is missing.
+    """
     generator = torch.Generator().manual_seed(2)
-    amounts, known = [math.inf, 0.3, 0.03], dict[tuple[int, int], Excess]()
+    amounts, known = [math.inf, 0.3, 0.03], list[tuple[int, int]]()
     for number in range(_DRAWS):
         while amounts:
             _draw(symmetry, exact, own, generator, amounts[0])
@@ -246,18 +262,25 @@ def _at_a_few(
             del amounts[0]
         else:
             return None
-        key = found.missing, found.nullity
-        if key in known or (not found.missing and bool(found.read.all() if not number else found.read.any())):
+        known.append((found.missing, found.nullity))
+        if not found.missing and (number or bool(found.read.all())):
             return found
-        known[key] = found
+        if known.count(known[-1]) == agreeing:
+            return found
         calls = calls if number else [*_further(exact, calls, generator)]
     return None
+
+
+def _agreeing(captures: Sequence[Capture]) -> int:
+    """Return how many weights must agree on what is missing; more than there are if that would prove nothing."""
+    names = {name_of(node) for captured in captures for node in captured.graph.nodes}
+    return _DRAWS + 1 if names & _CLIPPED else _PIECEWISE if names & _BENT else _ANALYTIC
 
 
 def _draw(
     symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], generator: torch.Generator, amount: float
 ) -> None:
-    """Replace a network's weights by random ones: its own ones perturbed by some amount, or others if it is infinite."""
+    """Perturb a network's own weights by some amount, or draw others if it is infinite."""
     exact.load_state_dict(own)
     perturb(symmetry, exact, amount, generator)
     if math.isinf(amount):
@@ -381,7 +404,7 @@ def _measured(
     for more in (least, 8):  # more, where many numbers are not finite
         rows = torch.cat([_rows(network, call, more, generator) for call in calls])
         rows = rows[torch.linalg.vector_norm(rows, dim=1).isfinite()]
-        if len(rows) >= (count := rows.shape[1]):
+        if len(rows) >= rows.shape[1]:
             break
     else:
         return None

@@ -134,6 +134,51 @@ class Written(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.ReLU6])
+def test_networks_of_more_than_500_parameters_are_measured(activation: type[nn.Module]) -> None:
+    own = perceptron(12, 24, 24, 4, activation=activation)
+    symmetry = trace_symmetry(own, torch.randn(2, 12))
+    assert sum(weight.numel() for weight in own.parameters()) == 1012
+    assert not symmetry.notes
+    found = {nn.ReLU: "48", nn.Tanh: "0", nn.ReLU6: "not measured (no derivative, or another at all tested weights)"}
+    assert str(symmetry).endswith(f"nullity of the Jacobian: {found[activation]}")
+
+
+@pytest.mark.parametrize("rectified", [torch.relu, torch.relu_, nn.functional.relu, Tensor.relu, nn.ReLU(inplace=True)])
+def test_dead_units_of_large_networks_raise_no_alarm(rectified: Callable[[Tensor], Tensor]) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        for layer in (s.a, s.b, s.c, s.d, s.e):
+            x = rectified(layer(x))
+        return s.f(x)
+
+    parts = {name: of(L, 10, 10) for name in "abcde"} | {"f": of(L, 10, 3)}
+    symmetry = trace_symmetry(network(forward, **parts), vectors(2, 10))
+    assert (symmetry.nullity, symmetry.notes) == (50, ())
+
+
+def test_what_a_large_network_lacks_has_a_note() -> None:
+    """As in `MISSING`, with more units."""
+    own = network(
+        lambda s, x: s.b(torch.tanh(s.a(x))) + s.c(torch.tanh(s.a(x))),
+        a=of(L, 20, 22), b=of(L, 22, 3), c=of(L, 22, 3, bias=False),
+    )  # fmt: skip
+    symmetry = trace_symmetry(own, vectors(2, 20))
+    assert symmetry.nullity == 66
+    assert left_out(symmetry).endswith("66 of 66 dimensions of the Jacobian's nullity (at these sizes), which move "
+        "b.weight, c.weight")  # fmt: skip
+
+
+def test_the_table_says_why_nothing_was_measured() -> None:
+    inputs = vectors(2, 5)
+    large = trace_symmetry(perceptron(5, 60, 60, 3), inputs.float())
+    assert "nullity of the Jacobian: not measured (more than 2000 parameters: see\n  local_dimension)" in str(large)
+    single = trace_symmetry(
+        network(lambda s, x: s.b(rounded(torch.relu(s.a(x)))), a=of(L, 5, 6), b=of(L, 6, 3)), inputs
+    )
+    assert "not measured (the network rounds to torch.float32)" in str(single)
+    assert "not measured" not in str(trace_symmetry(perceptron(5, 60, 60, 3), inputs.float(), check=False))
+
+
 def test_the_output_that_counts_is_measured() -> None:
     own = network(
         lambda s, x: (s.b(torch.relu(s.a(x))), s.c(torch.tanh(s.a(x)))), a=of(L, 5, 6), b=of(L, 6, 3), c=of(L, 6, 2)
