@@ -533,10 +533,10 @@ def _kernel(rows: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     along = torch.randn(count, 1, generator=generator, dtype=rows.dtype)
     for _ in range(_POWERS):
-        along = torch.nn.functional.normalize(triangle.T @ (triangle @ along), dim=0)
+        along = F.normalize(triangle.T @ (triangle @ along), dim=0)
     largest = float(torch.linalg.vector_norm(triangle @ along))
     # Few directions show that the kernel is trivial. With a shift, none of its vectors is lost in rounding.
-    width, shift = 2, torch.full((count,), 1e-14 * largest, dtype=rows.dtype)
+    width, shifted, shift = 2, False, torch.full((count,), 1e-14 * largest, dtype=rows.dtype)
     solved = triangle + torch.diag(shift * (triangle.diagonal().abs() < shift))
     while True:
         width = min(width, count)
@@ -546,10 +546,11 @@ def _kernel(rows: Tensor) -> Tensor:
             found = torch.linalg.qr(torch.linalg.solve_triangular(solved, found, upper=True)).Q
         _, values, right = torch.linalg.svd(triangle @ found, full_matrices=False)
         zero = values < _ZERO * largest
-        if not zero.any() or (width > 2 and (width == count or not zero.all())):
-            return found @ right.T[:, zero]
-        if width == 2:
-            solved = torch.linalg.qr(torch.cat([triangle, torch.diag(10 * shift)]), mode="r").R
+        if not zero.any() or (shifted and (width == count or not zero.all())):
+            kernel: Tensor = found @ right.T[:, zero]
+            return kernel
+        if not shifted:
+            solved, shifted = torch.linalg.qr(torch.cat([triangle, torch.diag(10 * shift)]), mode="r").R, True
         width *= 8
 
 
