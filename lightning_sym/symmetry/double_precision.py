@@ -60,7 +60,12 @@ class _DoublePrecision(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
         if not any(isinstance(leaf, Tensor) and leaf.dtype in _WIDER.values() for leaf in pytree.tree_leaves(given)):
-            return function(*args, **given[1])
+            try:
+                return function(*args, **given[1])
+            except RuntimeError:  # the least number of float64, as a mask's value without a type
+                if function is not torch.full or given[1].get("dtype") is not None:
+                    raise
+                return function(*args, **given[1], dtype=torch.float64)
         function = _CASTS.get(function, function)
         if function in _LIKE:
             given = pytree.tree_map(lambda leaf: _LEGACY.get(leaf, leaf) if isinstance(leaf, str) else leaf, given)

@@ -1,12 +1,15 @@
-"""Attention over samples and heads on one axis, with masks, each function in many spellings; see ``spelling_cases``."""
+"""Attention as torch's module spells it: masks on the axis of samples and heads, packed weights.
+
+Each function in many spellings; see ``spelling_cases``.
+"""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers import of
-from spelling_cases import Function, Spelled
+from helpers import of, parameter
+from spelling_cases import Function, Spelled, steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,8 +114,51 @@ OF_HEADS: dict[str, Spelled] = {
     "fused over both": fused_over_both(lambda m, n: m.repeat(n, 1, 1)),
 }
 
+# ---- learned queries, of which one matrix holds the weights together with those of keys and values
+
+
+def packed(
+    cut: Callable[[Any], Sequence[tuple[Tensor, Tensor]]], expand: Callable[[Tensor, Tensor], Tensor]
+) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        hidden, learned = torch.tanh(s.x(x)), expand(s.i, x)
+        q, k, v = (
+            F.linear(read, *own).unflatten(-1, (2, 2)).transpose(1, 2)
+            for read, own in zip((learned, hidden, hidden), cut(s), strict=True)
+        )
+        return s.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+def by_torch(s: Any, x: Tensor) -> Tensor:
+    hidden, learned = torch.tanh(s.x(x)).transpose(0, 1), s.i[:, None].expand(-1, len(x), -1)
+    given = learned, hidden, hidden, 4, 2, s.w, s.b, None, None, False, 0.0, s.o.weight, s.o.bias
+    return F.multi_head_attention_forward(*given)[0].transpose(0, 1)
+
+
+CUTS: dict[str, Callable[[Any], Any]] = {
+    "chunk": lambda s: zip(s.w.chunk(3), s.b.chunk(3), strict=True),
+    "slices": lambda s: [(s.w[:4], s.b[:4]), (s.w[4:8], s.b[4:8]), (s.w[8:], s.b[8:])],
+    "unflatten": lambda s: zip(s.w.view(3, 4, 4), s.b.view(3, 4), strict=True),
+}
+EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "expanded": lambda i, x: i.expand(len(x), -1, -1),
+    "repeated": lambda i, x: i[None].repeat(len(x), 1, 1),
+    "stacked": lambda i, x: torch.stack([i] * len(x)),
+}
+LEARNED: dict[str, Spelled] = {
+    f"{cut}, {how}": packed(CUTS[cut], EXPANDED[how]) for cut in CUTS for how in EXPANDED
+} | {"by torch": by_torch}
+
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")} | {"o": of(L, COUNT * SIZE, WIDTH)}
 MASKED: dict[str, Function] = {
     "a mask for all heads": Function(FLAT, inputs, 48, SAMPLES),
     "numbers for each head": Function(FLAT, inputs_of_heads, 48, OF_HEADS),
+    "learned queries": Function(
+        {"i": parameter(9, 4), "w": parameter(12, 4), "b": parameter(12), "x": of(L, 6, 4), "o": of(L, 4, 4)},
+        steps(6, 5),
+        44,
+        LEARNED,
+    ),
 }

@@ -36,9 +36,8 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
             origins.setdefault(pieces[read], set()).update(_origins(read, users, capture.states))
         if value.ndim == 1:
             several = any(origins.values())
-        else:  # the parameters that a table is multiplied by are no values
-            outside = [frozenset(node for node in own if not node.args) for own in origins.values()]
-            several = all(outside) and len(set(outside)) > 1
+        else:
+            several = all(origins.values()) and len({frozenset(own) for own in origins.values()}) > 1
         if several and _are_apart(origins):
             _cut(capture, node, dict(sorted(readers.items(), key=lambda own: pieces[own[0]].start)), pieces)
             found = {piece.start: piece for piece in pieces.values() if piece.stop > piece.start}

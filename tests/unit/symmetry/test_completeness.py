@@ -118,6 +118,18 @@ def test_what_is_not_measured_is_none() -> None:
     assert trace_symmetry(written, inputs).nullity is None
 
 
+def test_mask_values_of_the_precision_at_hand_may_lack_a_type() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        scores = s.q(x) @ s.k(x).mT
+        ahead = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        scores = torch.where(ahead, torch.full((), torch.finfo(scores.dtype).min), scores)
+        return s.o(scores.softmax(-1) @ x)
+
+    own = network(forward, q=of(L, 6, 4), k=of(L, 6, 4), o=of(L, 6, 3)).float()
+    symmetry = trace_symmetry(own, vectors(2, 4, 6).float())
+    assert symmetry.nullity == symmetry.dimension == 16 + 4
+
+
 def rounded(x: Tensor) -> Tensor:
     """Round in a kernel that takes single precision alone."""
     single = x.float()
