@@ -117,9 +117,7 @@ OF_HEADS: dict[str, Spelled] = {
 # ---- learned queries, of which one matrix holds the weights together with those of keys and values
 
 
-def packed(
-    cut: Callable[[Any], Sequence[tuple[Tensor, Tensor]]], expand: Callable[[Tensor, Tensor], Tensor]
-) -> Spelled:
+def packed(cut: Callable[[Any], Any], expand: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
     def forward(s: Any, x: Tensor) -> Tensor:
         hidden, learned = torch.tanh(s.x(x)), expand(s.i, x)
         q, k, v = (
