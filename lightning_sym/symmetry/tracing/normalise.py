@@ -77,7 +77,14 @@ from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
-from lightning_sym.symmetry.tracing.sums import gathered, normalised, scaled_weight, squared_distances, with_parts
+from lightning_sym.symmetry.tracing.sums import (
+    gathered,
+    normalised,
+    scaled_weight,
+    squared_distances,
+    sum_of_squares,
+    with_parts,
+)
 from lightning_sym.symmetry.tracing.unknown import decompose_unknown
 
 aten = torch.ops.aten
@@ -148,7 +155,10 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if stack is None:
         if r.name(node) != "sum":
             return None
-        return summed_members(r, node) or _hidden_in_sum(r, node) or summed_product(r, node)
+        for rewrite in (summed_members, _hidden_in_sum, sum_of_squares, summed_product):
+            if (new := rewrite(r, node)) is not None:
+                return new
+        return None
     values: Any = stack.args[0]
     axis, has = argument(stack, 1, "dim", 0) % len(r.shape(stack)), r.name(stack) == "cat"
     if has and all(r.name(value) == "unsqueeze" and value.args[1] % len(r.shape(stack)) == axis for value in values):

@@ -215,6 +215,46 @@ def _squared(r: Rewriter, node: Any) -> tuple[fx.Node, int] | None:
     return value, axes.pop()
 
 
+def sum_of_squares(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a sum of sums or differences of squares such that each square is summed at once.
+
+    Rotations of units then leave every term alone, as in factorisation machines: `((sum v)^2 - sum v^2).sum(-1)`.
+    """
+    inner: Any = node.args[0]
+    if not r.only_for(inner, node) or node.kwargs or not _holds_squares(r, inner):
+        return None
+    rank, keep = len(r.shape(inner)), argument(node, 2, "keepdim", False)
+    gone = reduced(node, rank)
+    if r.name(inner) == "sum" and not inner.kwargs:
+        before = len(r.shape(inner.args[0]))
+        own = reduced(inner, before)
+        left = [axis for axis in range(before) if axis not in own] if rank < before else [*range(before)]
+        total = r.insert(aten.sum.dim_IntList, inner.args[0], sorted(own | {left[axis] for axis in gone}))
+        return reshaped(r, total, r.shape(node))
+    parts = [part for part in inner.args if isinstance(part, fx.Node)]
+    if r.name(inner) not in ("add", "sub", "neg", "mul") or inner.kwargs:
+        return None
+    if any(r.shape(part) != r.shape(inner) for part in parts) or (r.name(inner) == "mul" and len(parts) > 1):
+        return None
+    new = {part: r.insert(aten.sum.dim_IntList, part, sorted(gone), keep) for part in parts}
+    scale = [part for part in inner.args if not isinstance(part, fx.Node)]
+    if len(scale) > (r.name(inner) == "mul"):  # a number that is added
+        return None
+    return r.insert(inner.target, *(new.get(part, part) for part in inner.args))
+
+
+def _holds_squares(r: Rewriter, node: Any) -> bool:
+    """Whether a value is a linear combination of squares, perhaps summed over some axes."""
+    if not isinstance(node, fx.Node):
+        return False
+    name, second = r.name(node), argument(node, 1, "other")
+    if name == "square" or (name == "pow" and second == 2) or (name == "mul" and second is node.args[0]):
+        return r.made_of(node) == "inputs"
+    if name not in ("sum", "add", "sub", "neg") and (name != "mul" or r.number(second) is None):
+        return False
+    return any(_holds_squares(r, part) for part in node.all_input_nodes)
+
+
 def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:
     """Return the factor and the memory layouts of two values if a node computes their scalar products.
 
