@@ -60,6 +60,8 @@ class Joining(Placing):
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         given = one, two
         one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
+        if product and given == (one, two):
+            one, two = self._by_entry(one, two), self._by_entry(two, one)
         if product and gain is None and (one, two) != given:  # a matrix with one unit per element
             gain = self.gain_in(given[1]) or (None if divide else self.gain_in(given[0]))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
@@ -128,6 +130,31 @@ class Joining(Placing):
             together = [{axis - before for axis in label if axis >= before} for label in wide]
             return self._jointly(value, lambda tensor: tensor, [axes for axes in together if axes]) or value
         return value
+
+    def _by_entry(self, value: Value, other: Value) -> Value:
+        """Make the entries of a matrix that multiplies a value units, if another matrix may undo their scales."""
+        if id(other) in self.made_of_states or len(value.labels) < 2 or any(len(own.axes) > 1 for own in value.labels):
+            return value
+        if not self._is_multiplied_again():
+            return value
+        axes = [axis for own in value.labels for axis in own.axes]
+        return self._jointly(value, lambda tensor: tensor, [axes]) or value
+
+    def _is_multiplied_again(self) -> bool:
+        """Whether a matrix of parameters multiplies the current result behind elementwise functions and layers."""
+        passed = operations(Trait.POINTWISE | Trait.MOVE | Trait.CAST | Trait.JOIN | Trait.CONTRACT)
+        left, parameters = [self.node], {*self.capture.states}
+        for node in left:
+            for user in node.users:
+                others = [each for each in user.all_input_nodes if each is not node]
+                if name_of(user) in operations(Trait.PRODUCT):
+                    while others and name_of(others[0]) in operations(Trait.MOVE):
+                        others = others[0].all_input_nodes
+                    if others and others[0] in parameters and sum(n > 1 for n in others[0].meta["val"].shape) > 1:
+                        return True
+                if name_of(user) in passed and user not in left:
+                    left.append(user)
+        return False
 
     def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:
         """Return the original units of a factor that repeats one number for several units; None for other factors.

@@ -170,6 +170,7 @@ class Trace(Joining):
         """
         axes, rank = (one_axes, two_axes), len(shape)
         summed = [goes.index(None) for goes in axes]
+        one, two = self._at_all_places(one, one_axes, two, two_axes), self._at_all_places(two, two_axes, one, one_axes)
         one, two = self._by_element(one, one_axes, two, two_axes), self._by_element(two, two_axes, one, one_axes)
         values = [
             self._for_each_block(one, one_axes, two, two_axes),
@@ -233,6 +234,17 @@ class Trace(Joining):
             sizes = tuple(size if axis in blocks.axes else 1 for axis, size in enumerate(shape))
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
+
+    def _at_all_places(
+        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
+    ) -> Value:
+        """Let units act alike along axes that the other factor, a parameter, does not have, as it undoes them there."""
+        label = next((label for label in value.labels if goes.index(None) in label.axes), None)
+        root = other.sources[0][0] if len(other.sources) == 1 else other
+        if label is None or root.state is None or all(len(own.axes) > 1 for own in other.labels):
+            return value
+        beside = [axis for axis in label.axes if goes[axis] is not None and goes[axis] not in others]
+        return self.tied(value, beside) if beside else value
 
     def _by_element(
         self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]

@@ -1,0 +1,50 @@
+"""Layers of published networks, each in several spellings; see ``spelling_cases.py``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import of, parameter
+from spelling_cases import Function, Spelled, each
+from torch import Tensor, nn
+
+L = nn.Linear
+
+
+# ---- members of a BatchEnsemble: a matrix of gains before and after a shared layer
+
+
+def vectors(samples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(samples, 6, dtype=torch.float64),)
+
+
+MEMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "broadcast": lambda s, x: s.b(torch.relu(s.a(x)[:, None] * s.r) * s.t) * s.u,
+    "expanded": lambda s, x: s.b(torch.relu(s.a(x)[:, None].expand(-1, 3, -1) * s.r[None]) * s.t[None]) * s.u,
+    "matmul": lambda s, x: ((torch.relu(s.a(x)[:, None] * s.r) * s.t) @ s.b.weight.T + s.b.bias) * s.u,
+    "einsum": lambda s, x: s.b(torch.einsum("bmi,mi->bmi", torch.relu(s.a(x)[:, None] * s.r), s.t)) * s.u,
+}
+
+# ---- a factorisation machine
+
+
+SECOND: dict[str, Callable[[Tensor], Tensor]] = {
+    "squares": lambda v: 0.5 * (v.sum(1) ** 2 - (v**2).sum(1)).sum(-1),
+    "pow": lambda v: (v.sum(1).pow(2) - v.pow(2).sum(1)).sum(1) / 2,
+    "summed apart": lambda v: 0.5 * (v.sum(1).square().sum(-1) - v.square().sum((1, 2))),
+    "products": lambda v: 0.5 * (v.sum(1) * v.sum(1) - (v * v).sum(1)).sum(-1),
+    "negative": lambda v: -0.5 * ((v * v).sum(1) - v.sum(1).square()).sum(1),
+    "pairs": lambda v: 0.5 * (torch.einsum("bie,bje->b", v, v) - v.square().sum((1, 2))),
+    "kept": lambda v: (0.5 * (v.sum(1, keepdim=True) ** 2 - (v**2).sum(1, keepdim=True))).sum(-1)[:, 0],
+}
+
+
+def machine(second: Callable[[Tensor], Tensor]) -> Spelled:
+    return lambda s, x: s.l(x)[:, 0] + second(x[..., None] * s.v)
+
+
+PUBLISHED: dict[str, Function] = {
+    "members with gains": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "t": parameter(3, 5), "b": of(L, 5, 4),
+        "u": parameter(3, 4)}, vectors, 29, each(MEMBERS, lambda layer: layer)),
+    "factorisation machine": Function({"v": parameter(6, 3), "l": of(L, 6, 1)}, vectors, 3, each(SECOND, machine)),
+}  # fmt: skip
