@@ -43,7 +43,24 @@ def machine(second: Callable[[Tensor], Tensor]) -> Spelled:
     return lambda s, x: s.l(x)[:, 0] + second(x[..., None] * s.v)
 
 
+# ---- two values in factorised bilinear pooling
+
+POOLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "view of the product": lambda a, b: (a * b).view(-1, 4, 3).sum(-1),
+    "unflattened product": lambda a, b: (a * b).unflatten(1, (4, 3)).sum(2),
+    "product of views": lambda a, b: (a.view(-1, 4, 3) * b.view(-1, 4, 3)).sum(-1),
+    "einsum": lambda a, b: torch.einsum("bgr,bgr->bg", a.view(-1, 4, 3), b.view(-1, 4, 3)),
+    "matmul": lambda a, b: (a.view(-1, 4, 1, 3) @ b.view(-1, 4, 3, 1)).flatten(1),
+}
+
+
+def two_vectors(samples: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(samples, size, dtype=torch.float64) for size in (6, 5))
+
+
 PUBLISHED: dict[str, Function] = {
+    "bilinear pooling": Function({"a": of(L, 6, 12), "b": of(L, 5, 12), "o": of(L, 4, 5)}, two_vectors, 40,
+        each(POOLED, lambda pool: lambda s, x, y: s.o(pool(s.a(x), s.b(y)))), samples=80),
     "members with gains": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "t": parameter(3, 5), "b": of(L, 5, 4),
         "u": parameter(3, 4)}, vectors, 29, each(MEMBERS, lambda layer: layer)),
     "factorisation machine": Function({"v": parameter(6, 3), "l": of(L, 6, 1)}, vectors, 3, each(SECOND, machine)),

@@ -27,6 +27,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
     product: Any = node.args[0]
     axes = argument(node, 1, "dim")
+    if (apart := _of_moved_factors(r, node)) is not None:
+        return apart
     if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
         return None
     parts: list[Any] = list(product.args[:2])
@@ -75,6 +77,19 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result
+
+
+def _of_moved_factors(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of a reshaped product of two values as that of a product of reshaped values."""
+    view: Any = node.args[0]
+    product: Any = view.args[0] if r.name(view) in operations(Trait.REGROUP) and r.only_for(view, node) else None
+    if r.name(product) != "mul" or not r.only_for(product, view):
+        return None
+    parts = product.args[:2]
+    if any(r.made_of(part) != "inputs" or r.shape(part) != r.shape(product) for part in parts):
+        return None
+    moved = [r.insert(view.target, part, *view.args[1:], **view.kwargs) for part in parts]
+    return r.insert(node.target, r.insert(aten.mul.Tensor, *moved), *node.args[1:], **node.kwargs)
 
 
 def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
