@@ -276,3 +276,11 @@ def test_equal_networks_merge_to_themselves_whatever_the_losses(files: list[dict
     found = merged("parent", "moved", data=data)
     for name, tensor in files[0].items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_negative_variances_are_refused(files: list[dict[str, Tensor]]) -> None:
+    """The outputs are NaN there, and a mean with other variances would hide it."""
+    state = files[1]
+    state["1.running_var"][2] = -1.0
+    save_file(state, "b.safetensors")
+    assert_refused(merged, "a", "b", says="b.safetensors holds 1.running_var with negative numbers")
