@@ -515,6 +515,8 @@ class _Search:
     ) -> None:
         """Align each network but the reference to the average of the others, until a round changes none.
 
+        The order is drawn among networks ranked by their distances, so that it does not depend on the given one.
+
         Args:
             match: Matches a network to a target, starting from an element, with a number for the seed.
             most: Most rounds, including the match with the reference.
@@ -522,7 +524,7 @@ class _Search:
             balance: Whether to work in the balanced gauge of the reference.
         """
         symmetry, generator = self.symmetry, torch.Generator().manual_seed(seed)
-        able = self.moved
+        able, ranked = self.moved, sorted(range(len(self.given)), key=lambda own: self.distances[own][::-1])
         identity, matched = symmetry.identity(), tuple(self.elements)
         gauge = balanced(symmetry, self.target)[1] if balance else identity
         starts = [self.copies.keep(symmetry.act(gauge, own)) if balance else own for own in self.networks]
@@ -530,10 +532,10 @@ class _Search:
         spread = _spread(moving)
         for salt in range(2, most + 1):
             changed = False
-            for number in torch.randperm(len(starts), generator=generator).tolist():
-                if number not in able:
+            for rank in torch.randperm(len(starts), generator=generator).tolist():
+                if (number := ranked[rank]) not in able:
                     continue
-                near = [network for i, network in enumerate(moving) if i != number]
+                near = [moving[other] for other in ranked if other != number]
                 mean = self.copies.copy(near[0], mean_tensors(near))
                 found = match(mean, starts[number], steps[number], salt)
                 if found.distance_after < parameter_distance(mean, moving[number]) * (1 - 1e-12):

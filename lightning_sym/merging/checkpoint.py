@@ -17,6 +17,7 @@ from lightning_sym._text import unknown
 from lightning_sym.merging.folders import configured_as, files_beside, notes_beside
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import Model, build_light, model_in, names_in_network
+from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
 from lightning_sym.symmetry.proof import all_finite, double
 from lightning_sym.symmetry.tracing.calls import Call
@@ -170,6 +171,12 @@ class Checkpoint:
         others = ((name, own.to(types[name])) for name, own in held.items() if own.dtype != types[name])
         held |= (copies if copies is not None else NetworkFiles()).placed(others)
         result = with_tensors(network, held).eval()
+        for name, norm in batch_norms(result).items():
+            if norm.running_var is not None and bool((norm.running_var + norm.eps <= 0).any()):
+                raise ValueError(
+                    f"{file} holds {name}.running_var with negative numbers, at which its outputs are NaN; expected "
+                    "variances: recompute them with recalibrate_batch_norm."
+                )
         found = {names[name] for name in fit.names.values()}
         missing = [name for name in fit.ignored if names[name] not in found]
         outside = [key for key in fit.outside if shards is not None]

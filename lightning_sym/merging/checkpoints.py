@@ -226,8 +226,10 @@ def merge_checkpoints(
         plain = result if align_only else copies.copy(networks[0], asked.merged(networks).items())
         losses = evaluated.losses(asked.names, networks, plain, result, align_only)
         barriers = evaluated.barriers(networks, aligned.networks)
-        others += warnings_of(losses, barriers, align, align_only)
-        if not align_only and aligned.moved and losses[PLAIN][0] < losses[ALIGNED][0]:
+        # Equal networks merge to themselves, whatever the loss of another mean.
+        decided = not align_only and all(after.answer == "equal" for _, after in equal)
+        others += () if decided else warnings_of(losses, barriers, align, align_only)
+        if not align_only and not decided and aligned.moved and losses[PLAIN][0] < losses[ALIGNED][0]:
             aligned, merged = _undone(symmetry, aligned, networks), asked.merged(networks)
             if recalibrate and statistics is not None:
                 _recalibrate(plain, asked.parents(networks), statistics, merged)

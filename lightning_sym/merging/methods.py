@@ -30,6 +30,7 @@ from lightning_sym.merging.formulas import (
     slerp,
     with_task_vectors,
 )
+from lightning_sym.symmetry.proof import all_finite
 
 T = TypeVar("T", Tensor, Mapping[str, Tensor])
 FLAGS = ("normalize", "rescale")
@@ -240,8 +241,8 @@ def merge_tensors(
 
     Args:
         method: Name or method.
-        tensors: One tensor for each model, floating, of one shape; or one mapping for each model, with the names of the
-            first. Tensors of integers are those of the base, else of the first model.
+        tensors: One tensor for each model, floating, of one shape; or one mapping for each model, with the same names
+            and finite numbers. Tensors of integers are those of the base, else of the first model.
         base: The base, which is not among ``tensors``; needed for task vectors.
         weight: Weights, unitless, finite; other than for task vectors with a sum other than 0.
         density: Share of a task vector's numbers that stay, in (0, 1].
@@ -275,16 +276,33 @@ def merge_tensors(
     first = models[0] if base is None else base
     if isinstance(first, Tensor):
         return _merged(chosen, models, base, *settings, seed, name, tally)
+    _check_mappings({f"model {n}": own for n, own in enumerate(models)} | ({} if base is None else {"the base": base}))
     result: dict[str, Tensor] = {}
     for key, reference in first.items():
-        if missing := [str(number) for number, own in enumerate(models) if key not in own]:
-            raise ValueError(f"{key} is missing in model {', '.join(missing)}; expected the same names in all.")
         if reference.is_floating_point() or reference.is_complex():
             origin = None if base is None else reference
             result[key] = _merged(chosen, [own[key] for own in models], origin, *settings, seed, key, tally)
         else:
             result[key] = reference
     return result
+
+
+def _check_mappings(given: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Check that mappings have the same names, and finite numbers: one NaN would spoil its tensor.
+
+    Args:
+        given: The mappings, by what they are.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    for key in dict.fromkeys(key for own in given.values() for key in own):
+        if missing := [what for what, own in given.items() if key not in own]:
+            raise ValueError(f"{key} is missing in {', '.join(missing)}; expected the same names in all.")
+    for what, own in given.items():
+        for key, tensor in own.items():
+            if not tensor.is_meta and not all_finite(tensor):
+                raise ValueError(f"{key} of {what} holds values that are not finite; expected finite weights.")
 
 
 def _merged(

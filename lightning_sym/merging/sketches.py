@@ -100,7 +100,7 @@ def sketched(
     freedom.shifted |= translated
     squares = []
     for name in a:
-        if name not in symmetry.parameter_names:
+        if name not in symmetry.weight_names:
             if a[name].is_floating_point() and not all(bool(own[name].isfinite().all()) for own in (a, b)):
                 squares.append(math.nan)
             continue

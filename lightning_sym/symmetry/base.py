@@ -32,7 +32,7 @@ from lightning_sym.symmetry.group.element_group import ElementGroup
 from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.permutation import Permutation
-from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice
+from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice, scaled_buffers
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
 from lightning_sym.symmetry.tracing.affine.parts import Shown
@@ -116,7 +116,9 @@ class Symmetry(ElementGroup):
         parameters = [name for name, _ in network.named_parameters() if name in held]
         self.parameter_names = frozenset(own for name in parameters for own in charts.names_of(name))
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
-        super().__init__(structure, digest(self.architecture.text, structure), self.parameter_names)
+        fixed = scaled_buffers(structure) & {name for name, own in network.named_buffers() if own.is_floating_point()}
+        self.weight_names = self.parameter_names | fixed
+        super().__init__(structure, digest(self.architecture.text, structure), self.weight_names)
         self._closed = {} if is_weightless(network) else self.factors.closed(self.tensors(network))
         if self._closed:
             gains = sorted(frozenset().union(*(factor.gains for factor in self.factors)))

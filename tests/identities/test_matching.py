@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from orbit_cases import EXACT, difference, function_change, made, member
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torchvision.ops import FrozenBatchNorm2d
 
 from lightning_sym.merging import Merged, merge
 from lightning_sym.networks import MultiLayerPerceptron
@@ -601,3 +602,43 @@ MOMENTS, OF_OTHERS = ActivationMoments(SYMMETRY, A, A), ActivationMoments(OTHER,
 )
 def test_refused_arguments(refusal):
     refusal()
+
+
+class FixedGains(nn.Module):
+    """Hidden units behind gains, or inside frozen batch norms, that are buffers."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.norm = FrozenBatchNorm2d(8) if frozen else None
+        self.register_buffer("gain", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        x = x if self.norm is None else self.norm(x[..., None, None])[..., 0, 0]
+        return self.out(self.gain * torch.relu(x))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_buffers_that_are_gains_count_as_weights(frozen):
+    """A match that flips or stretches the gains of one network only would cancel them in a mean."""
+    torch.manual_seed(0)
+    a, b = (FixedGains(frozen).double() for _ in range(2))
+    symmetry = trace_symmetry(a, torch.randn(2, 6, dtype=torch.float64))
+    match = weight_matching(symmetry, a, b)
+    assert match.distance_after < 0.9 * match.distance_before
+    gains = [match.network.gain] + ([match.network.norm.weight] if frozen else [])
+    assert all(bool((gain > 0.5).all()) for gain in gains)
+    # Permutations alone are those of the network without its gains, which are ones.
+    alone = weight_matching(symmetry, a, b, scales=False)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    one, two = (copy.deepcopy(plain) for _ in range(2))
+    for network, whole in ((one, a), (two, b)):
+        network[0].load_state_dict(whole.into.state_dict())
+        network[2].load_state_dict(whole.out.state_dict())
+    same = weight_matching(trace_symmetry(one, torch.randn(2, 6, dtype=torch.float64)), one, two, scales=False)
+    assert torch.equal(alone.network.into.weight, same.network[0].weight)
+    planted = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), a)
+    found = weight_matching(symmetry, a, planted).network
+    for name, own in a.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], own, rtol=1e-9, atol=1e-9)

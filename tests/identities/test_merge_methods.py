@@ -369,6 +369,14 @@ def test_what_is_refused() -> None:
     assert_refused(merge_tensors, "linear", [models[0], models[1][:3]], says="must have one shape")
     assert_refused(merge_tensors, "linear", [models[0], models[1].int()], says="must be floating")
     assert_refused(merge_tensors, "linear", [{"a": base}, {}], says="a is missing in model 1")
+    assert_refused(merge_tensors, "linear", [{}, {"a": base}], says="a is missing in model 0")
+    assert_refused(merge_tensors, "ties", [{"a": base}], base={}, says="a is missing in the base")
+    for wrong in (math.nan, math.inf):
+        one, two = {"a": base}, {"a": torch.full_like(base, wrong)}
+        assert_refused(
+            merge_tensors, "ties", [one, two], base=one, says="a of model 1 holds values that are not finite"
+        )
+        assert_refused(merge_tensors, "ties", [one, one], base=two, says="a of the base holds values that are not")
 
 
 @pytest.mark.parametrize("method", ["ties", "della"])

@@ -326,7 +326,7 @@ class _Course(Gathered):
         exact = any(tensor.dtype == torch.float64 for tensor in self._given.values())
         names = [group.name for group in symmetry.groups]
         dtype = None if kept or exact else torch.float32
-        super().__init__(symmetry.factors.plan, wanted, names, symmetry.parameter_names, dtype)
+        super().__init__(symmetry.factors.plan, wanted, names, symmetry.weight_names, dtype)
         self.symmetry, self._kept = symmetry, kept
         asked = (own for own in symmetry.factors if only is None or own.name in only)
         self._asked = [own for own in asked if own.concerned(wanted)]

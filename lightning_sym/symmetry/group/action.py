@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
@@ -449,6 +450,7 @@ class Action:
             for parameter in group["params"]:
                 name = names.get(parameter)
                 state = optimizer.state.get(parameter, {})
+                _require_known(state, parameter, powers, moves=name in structure.moving)
                 if name not in structure.moving or not state:
                     continue
                 own = structure.charts.names_of(name)
@@ -460,16 +462,34 @@ class Action:
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
                         continue
-                    if key not in powers:
-                        raise ValueError(
-                            f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(powers)}, or "
-                            "a state that is reset (reset_state=True)"
-                        )
                     for part, held in structure.charts.parts_of(name, value):
                         if part in structure.slots_of:
                             moved.append((held, self.moved(held, part, power=powers[key], shifted=False)))
         for value, new in moved:  # only now, so that an error leaves the state unchanged
             value.copy_(new)
+
+
+def _require_known(state: Mapping[str, Any], parameter: Tensor, known: Collection[str], *, moves: bool) -> None:
+    """Check that a parameter's state consists of known averages and single numbers.
+
+    Args:
+        state: The state.
+        parameter: The parameter.
+        known: The names of averages.
+        moves: Whether an element may change the parameter. Others may hold anything of their own, but not what belongs
+            to several, as of LBFGS.
+
+    Raises:
+        ValueError: If not.
+    """
+    for key, value in state.items():
+        sizes = [own.numel() for own in pytree.tree_leaves(value) if isinstance(own, Tensor) and own.ndim]
+        alike = isinstance(value, Tensor) and value.shape == parameter.shape
+        if (not alike or key not in known) if moves and sizes else max(sizes, default=0) > parameter.numel():
+            raise ValueError(
+                f"the optimiser's state {key!r} cannot be carried; expected one of {', '.join(known)}, or a state that "
+                "is reset (reset_state=True)"
+            )
 
 
 def _beside(slot: Slot, axes: tuple[int, ...]) -> Slot:

@@ -182,7 +182,7 @@ def _matched_group(
     axes_of: dict[str, set[int]] = {}
     slices: dict[Pattern, list[Slices]] = {}
     for occurrence in group.occurrences:
-        if not occurrence.is_parameter:
+        if occurrence.tensor not in factors.parameters:
             continue
         axes_of.setdefault(occurrence.tensor, set()).update(occurrence.axes)
         start = places.offset.get((occurrence.tensor, occurrence.axes))

@@ -12,9 +12,27 @@ from lightning_sym.symmetry.tracing.affine.weights import Generic
 from lightning_sym.symmetry.tracing.equations import idle_together, vanishing
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
+_STATISTICS = ("running_mean", "running_var")
 _ROUNDING = 1e-9  # relative
 _DEPENDENT = 1e-10  # relative squares
 _SMALL = 600  # the column space is computed for blocks of at most so many rows
+
+
+def scaled_buffers(structure: Structure) -> set[str]:
+    """Return the tensors that scales or signs multiply, without running means and variances.
+
+    If they are buffers, such as the gains of frozen batch norms, they count as weights: networks can only be averaged
+    where these agree as well.
+
+    Args:
+        structure: The group.
+    """
+    multiplied = np.diff(structure.magnitudes.indptr) + np.diff(structure.signs.indptr) > 0
+    found: set[str] = set()
+    for name, slots in structure.slots_of.items():
+        if name.rpartition(".")[2] not in _STATISTICS and all(slot.kind == "value" for slot in slots):
+            found |= {name for slot in slots if multiplied[slot.rows].any()}
+    return found
 
 
 def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:

@@ -12,6 +12,7 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, passes
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
@@ -101,6 +102,20 @@ class Tilts(Factor[Vectors]):
             what = "a stream's readers and writers"
             what = what if tilt.of_stream else "a layer norm's bias and readers"
             yield f"rank-one maps, {tilt.size} of {what}: {tilt.moved[0][0]}"
+
+    def shown(self, own: Vectors, tap: Tap, tensors: Mapping[str, Tensor] | None) -> Tensor | None:
+        """Refuse values that a map changes by multiples of ones; see :class:`Factor`.
+
+        Raises:
+            ValueError: If these multiples depend on the input.
+        """
+        for tilt, vector in zip(self.structure.tilts, own, strict=True):
+            if tap.name in tilt.mixed and bool(vector.any()):
+                raise ValueError(
+                    f"the element's rank-one maps add a multiple of ones to {tap.name} that depends on the input (its "
+                    "readers ignore it); expected an element without them: sample(mixing=False)"
+                )
+        return None
 
     def linear_action(self, own: Vectors, gains: Gains) -> "TiltAction | None":
         """Return the action of a part by matrices; None for the identity."""

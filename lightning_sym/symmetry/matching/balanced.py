@@ -46,7 +46,7 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
         for name, tensor in symmetry.tensors(network).items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
-            if tensor.is_floating_point() and name in symmetry.parameter_names:
+            if tensor.is_floating_point() and name in symmetry.weight_names:
                 own = torch.promote_types(tensor.dtype, torch.float32)
                 most = math.sqrt(torch.finfo(own).max) / 4
                 if not float(torch.linalg.vector_norm(tensor.detach(), dtype=own)) < most:
@@ -158,8 +158,8 @@ def working(
     """
     given = converted(network, symmetry, device, like)
     if element is None:
-        return {name: given[name] for name in given if name in symmetry.parameter_names}
-    return MovedTensors(symmetry.factors, element, given, symmetry.parameter_names)
+        return {name: given[name] for name in given if name in symmetry.weight_names}
+    return MovedTensors(symmetry.factors, element, given, symmetry.weight_names)
 
 
 def converted(
@@ -215,9 +215,7 @@ def to_gauge_of(
 
     def distance(way: Element) -> float:
         moved = MovedTensors(symmetry.factors, symmetry.compose(way, element), given)
-        pairs = (
-            (theirs[name].detach().double().cpu(), moved[name].double().cpu()) for name in symmetry.parameter_names
-        )
+        pairs = ((theirs[name].detach().double().cpu(), moved[name].double().cpu()) for name in symmetry.weight_names)
         return math.fsum(float((one - two).square().sum()) for one, two in pairs)
 
     # Scales first: the translations of `back` bring biases before batch norms to those of the reference. Rank-one maps

@@ -136,7 +136,8 @@ def weight_matching(
       they are found only between networks of one function.
     - If all tensors have nearly equal norms, but a larger distance than these suggest, canonical forms are compared as
       well: planted elements are found up to rounding.
-    - Buffers do not count in the gain, and are transformed along.
+    - Running statistics do not count in the gain, and are transformed along. Other buffers that scales or signs
+      multiply, such as gains of frozen batch norms, count as weights.
 
     Args:
         symmetry: The symmetry of the architecture.
@@ -277,7 +278,7 @@ def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:
 
 def measured(symmetry: Symmetry, a: nn.Module, b: nn.Module, found: Descended) -> Found:
     """Measure the distance to ``a`` before and after an element acts on ``b``."""
-    ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.parameter_names}
+    ours = {name: tensor for name, tensor in symmetry.tensors(a).items() if name in symmetry.weight_names}
     theirs = symmetry.tensors(b)
     moved = MovedTensors(symmetry.factors, found.element, theirs)
     before, after = (math.sqrt(squared_distance(ours, own)) for own in (theirs, moved))

@@ -1,6 +1,7 @@
 """Find rank-one maps I + t aᵀ of layer norms and streams, see docs/theory/transformers.md, 4."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -64,9 +65,8 @@ def find_leaning(structure: Structure, values: Structure, streams: Sequence[Lean
             continue
         gains = [stream.gains.get(slot.tensor) for slot in slots if slot is not None]
         if all(_is_between(structure, slot, gain, -1) for slot, gain in zip(slots, gains, strict=True) if slot):
-            found.append(
-                Tilt(first.size, stream.readers, stream.gains, stream.writers, written=stream.seen, of_stream=True)
-            )
+            tilt = Tilt(first.size, stream.readers, stream.gains, stream.writers, of_stream=True)
+            found.append(replace(tilt, written=stream.seen, mixed=stream.mixed))
     return found
 
 

@@ -24,6 +24,7 @@ class Tilt:
             stream.
         seen: Pairs (name, axis) of values inside the network for the map.
         written: Pairs (name, axis) of values for the transposed inverse.
+        mixed: Names of values inside the network that the map changes by multiples of ones that depend on the input.
         of_stream: Whether the map belongs to a stream. Its determinant is then positive; in rotated streams the sign of
             all units replaces a negative one.
     """
@@ -34,6 +35,7 @@ class Tilt:
     readers: tuple[tuple[str, int], ...]
     seen: tuple[tuple[str, int], ...] = ()
     written: tuple[tuple[str, int], ...] = ()
+    mixed: tuple[str, ...] = ()
     of_stream: bool = False
 
 
@@ -43,15 +45,17 @@ class Leaning:
 
     Attributes:
         readers: The linear layers' weights, each with its summed axis.
-        writers: The weights, biases and tables that write into it, and their axis of the stream's units.
-        seen: Named values on the stream, and this axis.
+        writers: The weights, biases and tables that write what linear layers read, and their axis of the units.
+        seen: Named values that linear layers read, or sum to these, and this axis.
         gains: By writer or named value, the gain after it, if any.
+        mixed: Named values that only norms read, with summands that linear layers read.
     """
 
     readers: tuple[tuple[str, int], ...]
     writers: tuple[tuple[str, int], ...]
     seen: tuple[tuple[str, int], ...]
     gains: Mapping[str, str] = field(default_factory=dict)
+    mixed: tuple[str, ...] = ()
 
     def is_like(self, other: "Leaning") -> bool:
         """Whether another walk found the same stream."""

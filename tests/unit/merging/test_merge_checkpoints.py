@@ -251,3 +251,36 @@ def test_filters_are_no_list_with_one_value_per_model(files: list[dict[str, Tens
     once = merged("parent", "a", base="parent", method="task_arithmetic", weight=filters)
     for name, tensor in merged("a", base="parent", method="task_arithmetic", weight=filters).items():
         assert torch.equal(tensor, once[name])
+
+
+def test_the_order_of_the_models_makes_no_difference(files: list[dict[str, Tensor]]) -> None:
+    """Networks of several seeds are aligned in rounds, whose order is drawn."""
+    for seed in (1, 2, 3):
+        save_file(network(seed).state_dict(), f"seed{seed}.safetensors")
+    one, two = merged("parent", "seed1", "seed2", "seed3"), merged("parent", "seed3", "seed1", "seed2")
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_equal_networks_merge_to_themselves_whatever_the_losses(files: list[dict[str, Tensor]]) -> None:
+    """The unaligned mean of untrained networks can have the lower loss by chance."""
+    model = network()
+    data = [(torch.randn(16, 6, dtype=torch.float64), torch.randint(0, 3, (16,)))]
+    symmetry = trace_symmetry(model, X)
+    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), model)
+    save_file(moved.state_dict(), "moved.safetensors")
+    with torch.no_grad():  # the targets of the unaligned mean
+        mean = network(7)
+        mean.load_state_dict({name: (own + moved.state_dict()[name]) / 2 for name, own in model.state_dict().items()})
+        data[0][1].copy_(mean.train()(data[0][0]).argmax(1))
+    found = merged("parent", "moved", data=data)
+    for name, tensor in files[0].items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_negative_variances_are_refused(files: list[dict[str, Tensor]]) -> None:
+    """The outputs are NaN there, and a mean with other variances would hide it."""
+    state = files[1]
+    state["1.running_var"][2] = -1.0
+    save_file(state, "b.safetensors")
+    assert_refused(merged, "a", "b", says="b.safetensors holds 1.running_var with negative numbers")

@@ -920,13 +920,18 @@ def test_optimisers_that_cannot_be_carried() -> None:
     symmetry = trace_symmetry(network, X)
     optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
     assert_refused(lambda: symmetry.act(symmetry.identity(), network, optimizer=optimizer), says="inplace=True")
-    rprop = torch.optim.Rprop(network.parameters())
-    network(X.double()).sum().backward()
-    rprop.step()
-    before = snapshot(network)
-    with pytest.raises(ValueError, match="'step_size' cannot be carried"):
-        symmetry.act(symmetry.sample(generator()), network, inplace=True, optimizer=rprop)
-    assert_unchanged(network, before)
+    optimizers = (
+        (torch.optim.Rprop(network.parameters()), "step_size"),
+        (torch.optim.LBFGS([network[-1].bias, *network[:-1].parameters()]), "d"),  # held by one that does not move
+        (torch.optim.Adafactor([network[-1].weight]), "row_var"),
+    )
+    for optimizer, key in optimizers:
+        network(X.double()).sum().backward()
+        optimizer.step(lambda: network(X.double()).sum())
+        before = snapshot(network)
+        with pytest.raises(ValueError, match=f"'{key}' cannot be carried"):
+            symmetry.act(symmetry.sample(generator()), network, inplace=True, optimizer=optimizer)
+        assert_unchanged(network, before)
     linear = nn.Sequential(L(5, 4), L(4, 3)).double()
     symmetry = trace_symmetry(linear, X)
     adam = torch.optim.Adam(linear.parameters())

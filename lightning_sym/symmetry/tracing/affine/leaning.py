@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +52,7 @@ def leaning_of(interpreters: Sequence[Interpreter]) -> list[Leaning]:
                 walk.readers.clear()
             seen |= walk.nodes.keys()
             if walk.readers and not walk.readers.keys() & walk.writers.keys():
-                marks = tuple(walk.seen())
-                gains = {name: gain for name, gain in walk.gains.items() if gain is not None}
-                own.append(Leaning(tuple(walk.readers), tuple(walk.writers), marks, gains))
+                own.append(walk.found())
         found.append(own)
     first, *others = found or [[]]
     return [own for own in first if all(any(own.is_like(two) for two in each) for each in others)]
@@ -109,7 +108,6 @@ class _Stream:
     Attributes:
         nodes: Its values, with the axis of the units and the gain.
         readers: The weights of linear layers that read it, with their axes.
-        writers: The tensors that write into it, with their axes.
         gains: By tensor or named value, the gain after it, or None.
     """
 
@@ -119,8 +117,10 @@ class _Stream:
         self.size = shape[-1]
         self.nodes: dict[fx.Node, Place] = {}
         self.readers: Role = {}
-        self.writers: Role = {}
         self.gains: dict[str, str | None] = {}
+        self._read: dict[fx.Node, None] = {}  # the values that linear layers read
+        self._sums: dict[fx.Node, list[Place]] = {}  # by value, those that it sums
+        self._writers: dict[fx.Node, Role] = {}  # by value, the tensors that write it
         self._roles: dict[fx.Node, set[fx.Node]] = {}  # parameters, and their readers in this stream
         self._left: list[Place] = [(first, len(shape) - 1, None)]
 
@@ -136,7 +136,8 @@ class _Stream:
                 if self.nodes[place[0]] != place:
                     raise HeldError
                 continue
-            self._left += self._before(*place)
+            self._sums[place[0]] = self._before(*place)
+            self._left += self._sums[place[0]]
             for user in place[0].users:
                 self._left += self._after(*place, user)
         names = list(self.states.values())
@@ -147,23 +148,49 @@ class _Stream:
             if mark.node in self.nodes:
                 self.gains[mark.name] = self.nodes[mark.node][2]
 
-    def seen(self) -> Iterator[tuple[str, int]]:
-        """Yield the named values of the stream with the axis of its units."""
-        for mark in self.interpreter.capture.marks:
-            if mark.node in self.nodes:
-                yield mark.name, self.nodes[mark.node][1]
+    @cached_property
+    def behind(self) -> set[fx.Node]:
+        """The values that linear layers read, and their summands: all others are seen up to multiples of ones."""
+        found, left = set[fx.Node](), [*self._read]
+        while left:
+            if (node := left.pop()) not in found:
+                found.add(node)
+                left += [own for own, *_ in self._sums[node]]
+        return found
+
+    @property
+    def writers(self) -> Role:
+        """The tensors that write into values that linear layers read, with their axes."""
+        return {place: None for node, own in self._writers.items() if node in self.behind for place in own}
+
+    def found(self) -> Leaning:
+        """Return the stream.
+
+        A map moves the writers of all values that linear layers read. Other writers stay: norms do not see it if the
+        map acts on one summand alone, and translations of their weights' means do not commute with it.
+        """
+        summed = set(self.behind)
+        for node in self.interpreter.capture.graph.nodes:
+            if any(own in summed for own, *_ in self._sums.get(node, ())):
+                summed.add(node)
+        marks = [mark for mark in self.interpreter.capture.marks if mark.node in summed]
+        seen = {mark.name: self.nodes[mark.node][1] for mark in marks if mark.node in self.behind}
+        known = {*seen, *(name for name, _ in self.writers)}
+        gains = {name: gain for name, gain in self.gains.items() if gain is not None and name in known}
+        mixed = tuple(mark.name for mark in marks if mark.node not in self.behind)
+        return Leaning(tuple(self.readers), tuple(self.writers), tuple(seen.items()), gains, mixed)
 
     def _before(self, node: fx.Node, axis: int, gain: str | None) -> list[Place]:
         """Return the stream's values that form a value; record writers."""
-        layer = _layer(node)
+        layer, writers = _layer(node), self._writers.setdefault(node, {})
         if node in self.states:
-            self._parameter(node, axis, None, self.writers, gain)
+            self._parameter(node, axis, None, writers, gain)
         elif name_of(node) == "embedding" and axis == len(shape_of(node) or ()) - 1:
-            self._parameter(node.args[0], 1, node, self.writers, gain)
+            self._parameter(node.args[0], 1, node, writers, gain)
         elif layer is not None and layer.axis == axis:
-            self._parameter(layer.weight, layer.rows, node, self.writers, gain)
+            self._parameter(layer.weight, layer.rows, node, writers, gain)
             if layer.bias is not None:
-                self._parameter(layer.bias, 0, node, self.writers, gain)
+                self._parameter(layer.bias, 0, node, writers, gain)
         elif gain is None and (behind := self._after_gain(node, axis)) is not None:
             return [behind]
         else:
@@ -182,6 +209,7 @@ class _Stream:
                 return []
             if layer is not None and layer.axis == axis:
                 self._parameter(layer.weight, layer.columns, user, self.readers, None)
+                self._read[node] = None
                 return []
         made = list(user.users) if isinstance(user.meta.get("val"), (list, tuple)) else [user]
         found = [place for each in made for place in self._further(node, axis, gain, each)]
