@@ -289,7 +289,8 @@ class ByProduct(NamedTuple):
         """Return derived unknowns."""
         given = values.expand((*values.shape[: values.ndim - len(self.whole)], *self.whole))
         own = weights.as_held(self.node)
-        if own.shape != self.shape or own.numel() <= _SMALL:
+        letters = self.equation.split("->")[0].split(",")[1]
+        if own.shape != self.shape or own.numel() <= _SMALL or len(set(letters)) < own.ndim:
             return torch.einsum(self.equation, given, self._factor(weights))
         return self._in_pieces(given, own)
 
