@@ -47,7 +47,11 @@ class Summand(NamedTuple):
             size: Its size.
             rank: Number of axes of the tensor, and then of the first factor.
         """
-        values, times = (own if own is None else own.reshape((1,) * (rank - own.ndim) + own.shape) for own in self)
+
+        def full(own: Tensor) -> Tensor:
+            return own.reshape((1,) * (rank - own.ndim) + own.shape)
+
+        values, times = full(self.values), None if self.times is None else full(self.times)
         if times is not None and times.shape[axis] > 1:
             values, times = (times, values) if values.shape[axis] == 1 else (values * times, None)
         return Summand(values.expand(*values.shape[:axis], size, *values.shape[axis + 1 :]), times)
@@ -82,10 +86,12 @@ def rearranged(
     row = None
     if 0 in sources:
         row = _index(sources[0], tensor)
-        chosen = row.split(height)
+        chosen = torch.split(row, height)
         steps.append(lambda piece, number, out: torch.index_select(flat, 0, chosen[number], out=out))
     steps += [
-        _addition([_as_rows(factor, shape, row).expand(rows, -1).split(height) for factor in own if factor is not None])
+        _addition(
+            [torch.split(_as_rows(factor, shape, row).expand(rows, -1), height) for factor in own if factor is not None]
+        )
         for own in added
     ]
     if any(axis for axis in sources):
@@ -100,12 +106,12 @@ def rearranged(
         column_scale = factor.expand(shape).reshape(1, -1).to(tensor)
         steps.append(lambda piece, number, out: torch.mul(piece, column_scale, out=out))
     if 0 in scales:
-        row_scale = torch.from_numpy(scales[0]).to(tensor)[:, None].split(height)
+        row_scale = torch.split(torch.from_numpy(scales[0]).to(tensor)[:, None], height)
         steps.append(lambda piece, number, out: torch.mul(piece, row_scale[number], out=out))
     if not steps:
         return tensor.clone(memory_format=torch.contiguous_format)
     between = [torch.empty_like(result[:height]) for _ in steps[1:3]]
-    for number, (piece, out) in enumerate(zip(flat.split(height), result.split(height), strict=True)):
+    for number, (piece, out) in enumerate(zip(torch.split(flat, height), torch.split(result, height), strict=True)):
         if len(out) < len(result[:height]):  # the last one
             between = [own[: len(out)] for own in between]
         for place, step in enumerate(steps):

@@ -300,10 +300,10 @@ class ByProduct(NamedTuple):
         letters = inputs.split(",")[1]
         axis = max(range(own.ndim), key=own.stride)
         at, there = (term.find(letters[axis]) - len(term) for term in (inputs.split(",")[0], result))
-        pieces = own.split(max(4 * _SMALL * own.shape[axis] // own.numel(), 1), axis)
+        pieces = torch.split(own, max(4 * _SMALL * own.shape[axis] // own.numel(), 1), axis)
         parts = [given] * len(pieces)
         if letters[axis] in inputs.split(",")[0]:
-            parts = list(given.split(pieces[0].shape[axis], at))
+            parts = list(torch.split(given, pieces[0].shape[axis], at))
         found = (
             torch.einsum(self.equation, *pair) for pair in zip(parts, (own.double() for own in pieces), strict=True)
         )
