@@ -401,12 +401,10 @@ class _Walk(pickle.Pickler):
         self.module = ""
         self.tensors: list[tuple[str, torch.Tensor]] = []
 
-    def persistent_id(self, thing: Any) -> Any:
-        """Return the names of the network's modules and tensors, and the digest of any other tensor."""
-        if not isinstance(thing, (torch.Tensor, nn.Module)):
-            return None
+    def _name_of(self, thing: torch.Tensor | nn.Module) -> str | None:
+        """Return the name of one of the network's modules and tensors, and the digest of any other tensor."""
         if id(thing) in self._known:
-            return self._known[id(thing)]
+            return f"the network's {self._known[id(thing)]}"
         if isinstance(thing, nn.Module):
             return None
         self.tensors.append((self.module, thing))
@@ -416,7 +414,12 @@ class _Walk(pickle.Pickler):
         return f"a tensor {tuple(thing.shape)} {thing.dtype} {hashlib.sha256(numbers).hexdigest()}"
 
     def reducer_override(self, thing: Any) -> Any:
-        """Decompose objects that pickle refuses: classes, and functions by their code and the values they read."""
+        """Decompose objects that pickle refuses: classes, and functions by their code and the values they read.
+
+        Tensors and modules are named here, as `persistent_id` would be called for every number and text as well.
+        """
+        if isinstance(thing, (torch.Tensor, nn.Module)) and (own := self._name_of(thing)) is not None:
+            return str, (own,)
         if thing is str:
             return NotImplemented
         name = getattr(thing, "__qualname__", type(thing).__qualname__)

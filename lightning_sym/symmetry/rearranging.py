@@ -16,7 +16,7 @@ from lightning_sym.symmetry.arrays import Floats, Ints
 _AT_ONCE = 2**16  # numbers per piece
 _MOST = 2**20  # maximum number of columns with a stored permutation
 
-Step = Callable[[Tensor, slice, Tensor], Tensor]
+Step = Callable[[Tensor, int, Tensor], Tensor]  # of a piece, its number, and the place for the result
 
 
 class Summand(NamedTuple):
@@ -38,6 +38,23 @@ class Summand(NamedTuple):
     def like(self, tensor: Tensor) -> "Summand":
         """Convert the summand to a tensor's dtype and device."""
         return Summand(self.values.to(tensor), None if self.times is None else self.times.to(tensor))
+
+    def along(self, axis: int, size: int, rank: int) -> "Summand":
+        """Return the same summand with an axis of the tensor, of some size, in the first factor alone.
+
+        Args:
+            axis: The axis.
+            size: Its size.
+            rank: Number of axes of the tensor, and then of the first factor.
+        """
+
+        def full(own: Tensor) -> Tensor:
+            return own.reshape((1,) * (rank - own.ndim) + own.shape)
+
+        values, times = full(self.values), None if self.times is None else full(self.times)
+        if times is not None and times.shape[axis] > 1:
+            values, times = (times, values) if values.shape[axis] == 1 else (values * times, None)
+        return Summand(values.expand(*values.shape[:axis], size, *values.shape[axis + 1 :]), times)
 
     def added_to(self, tensor: Tensor) -> Tensor:
         """Return the sum as a new tensor."""
@@ -63,13 +80,20 @@ def rearranged(
     rows, shape = tensor.shape[0], tensor.shape[1:]
     flat = tensor.reshape(rows, -1)
     width = flat.shape[1]
+    height = max(_AT_ONCE // width, 1)
     result = torch.empty_like(flat, memory_format=torch.contiguous_format)
     steps: list[Step] = []
     row = None
     if 0 in sources:
         row = _index(sources[0], tensor)
-        steps.append(lambda piece, at, out: torch.index_select(flat, 0, row[at], out=out))
-    steps += [_addition([_as_rows(factor, shape) for factor in own if factor is not None], row) for own in added]
+        chosen = torch.split(row, height)
+        steps.append(lambda piece, number, out: torch.index_select(flat, 0, chosen[number], out=out))
+    steps += [
+        _addition(
+            [torch.split(_as_rows(factor, shape, row).expand(rows, -1), height) for factor in own if factor is not None]
+        )
+        for own in added
+    ]
     if any(axis for axis in sources):
         order = torch.arange(width).reshape(shape)
         for axis, source in sources.items():
@@ -80,21 +104,18 @@ def rearranged(
         for axis, scale in scales.items():
             factor = factor * _on_axis(scale, axis - 1, len(shape)) if axis else factor
         column_scale = factor.expand(shape).reshape(1, -1).to(tensor)
-        steps.append(lambda piece, at, out: torch.mul(piece, column_scale, out=out))
+        steps.append(lambda piece, number, out: torch.mul(piece, column_scale, out=out))
     if 0 in scales:
-        row_scale = torch.from_numpy(scales[0]).to(tensor)[:, None]
-        steps.append(lambda piece, at, out: torch.mul(piece, row_scale[at], out=out))
+        row_scale = torch.split(torch.from_numpy(scales[0]).to(tensor)[:, None], height)
+        steps.append(lambda piece, number, out: torch.mul(piece, row_scale[number], out=out))
     if not steps:
         return tensor.clone(memory_format=torch.contiguous_format)
-    height = max(_AT_ONCE // width, 1)
     between = [torch.empty_like(result[:height]) for _ in steps[1:3]]
-    for begin in range(0, rows, height):
-        at = slice(begin, begin + height)
-        piece = flat[at]
-        count = len(piece)
-        for number, step in enumerate(steps):
-            out = result[at] if number == len(steps) - 1 else between[number % 2][:count]
-            piece = step(piece, at, out)
+    for number, (piece, out) in enumerate(zip(torch.split(flat, height), torch.split(result, height), strict=True)):
+        if len(out) < len(result[:height]):  # the last one
+            between = [own[: len(out)] for own in between]
+        for place, step in enumerate(steps):
+            piece = step(piece, number, out if place == len(steps) - 1 else between[place % 2])
     return result.reshape(tensor.shape)
 
 
@@ -106,35 +127,36 @@ def _on_axis(vector: Floats, axis: int, rank: int) -> Tensor:
     return torch.from_numpy(vector).reshape([-1 if at == axis else 1 for at in range(rank)])
 
 
-def _as_rows(factor: Tensor, shape: Sequence[int]) -> Tensor:
+def _as_rows(factor: Tensor, shape: Sequence[int], row: Tensor | None) -> Tensor:
     """Reshape a factor to one axis for rows and one for columns of a tensor, of size 1 where it is constant.
 
     Args:
         factor: Broadcasts to the tensor's shape.
         shape: Sizes of the tensor's axes except the first.
+        row: The row of each place; None if none moves.
     """
     factor = factor.reshape((1,) * (len(shape) + 1 - factor.ndim) + factor.shape)
+    if row is not None and len(factor) > 1:
+        factor = factor.index_select(0, row)
     if math.prod(factor.shape[1:]) == 1:
         return factor.reshape(-1, 1)
     return factor.expand(len(factor), *shape).reshape(len(factor), -1)
 
 
-def _addition(factors: Sequence[Tensor], row: Tensor | None) -> Step:
-    """Return the step that adds a product of one or two factors."""
-
-    def add(piece: Tensor, at: slice, out: Tensor) -> Tensor:
-        own = [factor if len(factor) == 1 else factor[at if row is None else row[at]] for factor in factors]
-        return torch.addcmul(piece, *own, out=out) if len(own) == 2 else torch.add(piece, *own, out=out)
-
-    return add
+def _addition(factors: Sequence[Sequence[Tensor]]) -> Step:
+    """Return the step that adds a product of one or two factors, each in pieces."""
+    if len(factors) == 2:
+        first, second = factors
+        return lambda piece, number, out: torch.addcmul(piece, first[number], second[number], out=out)
+    return lambda piece, number, out: torch.add(piece, factors[0][number], out=out)
 
 
 def _columns(order: Tensor, like: Tensor) -> Step:
     """Return the step that permutes columns."""
     if like.dtype == torch.float32:
-        return lambda piece, at, out: torch.index_select(piece, 1, order, out=out)
+        return lambda piece, number, out: torch.index_select(piece, 1, order, out=out)
     # Several times faster for numbers of other sizes.
-    return lambda piece, at, out: torch.gather(piece, 1, order.expand(len(piece), -1), out=out)
+    return lambda piece, number, out: torch.gather(piece, 1, order.expand(len(piece), -1), out=out)
 
 
 def _axis_by_axis(

@@ -5,9 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_sym.symmetry import rearranging
+from lightning_sym.symmetry import rearranging, trace_symmetry
+from lightning_sym.symmetry.group import action
 from lightning_sym.symmetry.rearranging import Summand, rearranged
+from lightning_sym.symmetry.tracing.affine import weights
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -51,3 +54,31 @@ def test_it_is_the_plain_formula(shape: list[int], dtype: torch.dtype, seed: int
     assert found.data_ptr() != tensor.data_ptr()
     error = 20 * torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), expected, rtol=error, atol=error * 10)
+
+
+def test_large_weights_move_as_small_ones(monkeypatch):
+    """Matrices act on the factors of summands, and contractions are summed in pieces, only where weights are large."""
+    torch.manual_seed(0)
+    network = nn.Module()
+    network.norm, network.attention = nn.LayerNorm(12), nn.MultiheadAttention(12, 3, batch_first=True)
+    network.matrix, network.bias = nn.Parameter(torch.randn(12, 20)), nn.Parameter(torch.randn(20))
+    network.head = nn.Linear(20, 2)
+
+    def forward(x):
+        y = network.norm(x)
+        x = x + network.attention(y, y, y, need_weights=False)[0]
+        return network.head(torch.tanh(network.norm(x) @ network.matrix + network.bias))
+
+    network.forward = forward
+    network.double()
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 12).double(), check=False)
+    element = symmetry.sample(torch.Generator().manual_seed(1))
+    found = []
+    for most in (2**30, 4):
+        for module in (action, weights):
+            monkeypatch.setattr(module, "_SMALL", most)
+        found.append(dict(symmetry.act(element, network).named_parameters()))
+    small, large = found
+    assert not torch.equal(small["attention.in_proj_bias"], network.attention.in_proj_bias)
+    for name, own in small.items():
+        torch.testing.assert_close(large[name], own, rtol=1e-11, atol=1e-11)

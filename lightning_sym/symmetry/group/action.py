@@ -307,12 +307,15 @@ class Action:
         result = tensor.detach()
         matrices = [slot for slot in slots if self.acts_by_matrices(slot)]
         joint = next((slot for slot in slots if len(slot.axes) == 2 and not slot.of_stack), None)
-        if matrices or joint is not None:
+        if joint is not None or (matrices and tensor.numel() <= _SMALL):
             for summand in added:
                 result = summand.added_to(result)
             added = []
         for slot in matrices:
-            result = self._by_matrices(result, slot, slot.axes[0])
+            axis = slot.axes[0]
+            result = self._by_matrices(result, slot, axis)
+            added = [own.along(axis, slot.size, tensor.ndim) for own in added]
+            added = [Summand(self._by_matrices(own.values, slot, axis), own.times) for own in added]
         if joint is not None:
             scale = _powered(self.scale[joint.rows], power)
             result = self._moved_jointly(result * _on_axis(scale, joint, result), joint)

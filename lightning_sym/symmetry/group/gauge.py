@@ -17,6 +17,8 @@ _BALANCED = 1e-13
 # Normalising ends once no logarithm moves by more than the first; below the second it has converged.
 _STILL, _NORMALISED = 4e-15, 1e-12
 _FALLS = 1e-7  # least rate of a direction along which the squared norm falls for ever
+_NEAR = 3e-2  # largest change of a logarithm in the last sweep, before the first step of Newton's method
+_ACCURATE, _LOOSE = 1e-8, 1e-2  # least and largest relative residual of the equations of a step of Newton's method
 _RIDGE = 1e-10  # relative to the diagonal, for directions that scale nothing
 
 
@@ -290,7 +292,7 @@ class ScaleGauge:
                 self.log_scale = before
                 break
             current = after
-            if moved < 1e-3:
+            if moved < _NEAR:
                 break
 
     def _descend(self, active: Bools, mask: Floats, names: Collection[str]) -> None:
@@ -333,10 +335,10 @@ class ScaleGauge:
         self, active: Bools, factor: Floats, slices: Floats, gradient: Floats, names: Collection[str]
     ) -> Floats:
         """Solve for the Newton step (of half the energy) by conjugate gradients, preconditioned at two levels."""
-        forms = self.plan.forms
+        forms, back = self.plan.forms, self.plan.forms.T
 
         def times(v: Floats) -> Floats:
-            return np.where(active, 2 * (forms.T @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
+            return np.where(active, 2 * (back @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
 
         diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
         coarse = self._level or self._coarse(active, factor, slices, names)
@@ -348,7 +350,9 @@ class ScaleGauge:
 
         shape = len(active), len(active)
         hessian, inverse = (linalg.LinearOperator(shape, own, dtype=np.float64) for own in (times, precondition))
-        step: Floats = linalg.cg(hessian, -gradient, rtol=1e-8, maxiter=500, M=inverse)[0]
+        # A step squares the residual: a more accurate one, or one far below the tolerance, would cost more for nothing.
+        accuracy = max(min(max(self.residual, _BALANCED / (10 * self.residual)), _LOOSE), _ACCURATE)
+        step: Floats = linalg.cg(hessian, -gradient, rtol=accuracy, maxiter=500, M=inverse)[0]
         self._level = coarse if abs(step).max() < 1 else None  # as good for the next step, if this one is short
         return step
 

@@ -327,7 +327,9 @@ class MatrixAction(LinearAction):
         shape, acting = tensor.shape, self.structure.dense_lines.get(slot.offset, ())
         lines = tensor.reshape(math.prod(shape[:axis]), shape[axis], -1)
         result = torch.empty_like(lines)
-        if [at for _, at, _ in acting] != [slice(0, shape[axis])]:
+        ranges = sorted((at.start, at.stop) for _, at, _ in acting if isinstance(at, slice))
+        ends = [0, *(stop for _, stop in ranges)]
+        if [*(start for start, _ in ranges), shape[axis]] != ends:
             result.copy_(lines)  # entries outside all blocks stay
         for cells, at, read in acting:
             matrices = self._stacked(cells, read).to(tensor)

@@ -3,6 +3,7 @@
 The records kept here can be copied and sent to other processes.
 """
 
+import functools
 import importlib
 import math
 import zlib
@@ -160,6 +161,21 @@ class Weights:
             self._known[made] = result
         return self._known[made]
 
+    def as_held(self, node: Any) -> Tensor:
+        """Return the result of a node on weights: a view of a tensor in its own type, anything else as :meth:`node`."""
+        made = self.program.made(node)
+        views, held = [], made
+        while held.name == "permute" and held.operation:
+            views.append(held.arguments[0][1])
+            held = held.arguments[0][0]
+        if held.operation or held.value is not None or not self.tensors[held.name].is_floating_point():
+            whole: Tensor = self.node(node)
+            return whole
+        tensor = self.tensors[held.name].detach().cpu()
+        for order in reversed(views):
+            tensor = tensor.permute(order)
+        return tensor
+
     def _run(self, made: Made) -> Any:
         if made.value is not None:
             value = made.value.cpu()
@@ -272,7 +288,26 @@ class ByProduct(NamedTuple):
     def __call__(self, values: Tensor, weights: Weights) -> Tensor:
         """Return derived unknowns."""
         given = values.expand((*values.shape[: values.ndim - len(self.whole)], *self.whole))
-        return torch.einsum(self.equation, given, self._factor(weights))
+        own = weights.as_held(self.node)
+        letters = self.equation.split("->")[0].split(",")[1]
+        if own.shape != self.shape or own.numel() <= _SMALL or len(set(letters)) < own.ndim:
+            return torch.einsum(self.equation, given, self._factor(weights))
+        return self._in_pieces(given, own)
+
+    def _in_pieces(self, given: Tensor, own: Tensor) -> Tensor:
+        """Contract with weights that become double precision piece by piece, each in the cache."""
+        inputs, result = self.equation.split("->")
+        letters = inputs.split(",")[1]
+        axis = max(range(own.ndim), key=own.stride)
+        at, there = (term.find(letters[axis]) - len(term) for term in (inputs.split(",")[0], result))
+        pieces = torch.split(own, max(4 * _SMALL * own.shape[axis] // own.numel(), 1), axis)
+        parts = [given] * len(pieces)
+        if letters[axis] in inputs.split(",")[0]:
+            parts = list(torch.split(given, pieces[0].shape[axis], at))
+        found = (
+            torch.einsum(self.equation, *pair) for pair in zip(parts, (own.double() for own in pieces), strict=True)
+        )
+        return torch.cat(list(found), there) if letters[axis] in result else functools.reduce(torch.add, found)
 
     def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
         """Return the derivative by values of a shape, given that by the derived unknowns."""
