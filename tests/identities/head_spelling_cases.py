@@ -123,6 +123,120 @@ ARRAYS: dict[str, Spelled] = {
 }
 
 
+# ---- queries, keys and values in one array, of shape (3, heads, ...) or others
+
+
+def members(s: Any, axis: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(s.w.unbind(axis), s.b.unbind(axis), strict=True))
+
+
+def by_index(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, s.w[at]) + s.b[at] for at in range(3))
+    return q, k, v
+
+
+def by_part(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x[:, None] @ w + b[:, None]).transpose(1, 2) for w, b in members(s))
+    return q, k, v
+
+
+def by_chunk(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,khde->bphe", x, w) + b[0] for w, b in zip(s.w.chunk(3), s.b.chunk(3), strict=True))
+    return q, k, v
+
+
+def by_rows(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,ade->bpae", x, s.w.flatten(0, 1)) + s.b.flatten(0, 1)).split(COUNT, 2)
+    return q, k, v
+
+
+def at_once(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,khde->kbphe", x, s.w) + s.b[:, None, None]).unbind(0)
+    return q, k, v
+
+
+def at_once_by_matmul(s: Any, x: Tensor) -> Three:
+    q, k, v = (part.transpose(1, 2) for part in x[None, :, None] @ s.w[:, None] + s.b[:, None, :, None])
+    return q, k, v
+
+
+def head_in_part(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.stack([x @ w[head] + b[head] for head in range(COUNT)], 2) for w, b in members(s))
+    return q, k, v
+
+
+def layer_of_part(s: Any, x: Tensor) -> Three:
+    q, k, v = (
+        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
+        for w, b in members(s)
+    )
+    return q, k, v
+
+
+def behind_heads(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, w) + b for w, b in members(s, 1))
+    return q, k, v
+
+
+def behind_heads_at_once(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hkde->kbphe", x, s.w) + s.b.transpose(0, 1)[:, None, None]).unbind(0)
+    return q, k, v
+
+
+def behind_inputs(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,dhe->bphe", x, w) + b for w, b in members(s))
+    return q, k, v
+
+
+def behind_inputs_at_once(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,kdhe->kbphe", x, s.w) + s.b[:, None, None]).unbind(0)
+    return q, k, v
+
+
+def columns(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, s.w) + s.b).chunk(3, -1)
+    return q, k, v
+
+
+TOGETHER = {
+    **{first.__name__: through(first, added)
+       for first in (by_index, by_part, by_chunk, by_rows, at_once, at_once_by_matmul, head_in_part, layer_of_part)},
+    "layer last": through(by_part, added_by_layer),
+    "all at once, layer last": through(at_once, added_by_layer),
+}  # fmt: skip
+BEHIND_HEADS = {first.__name__: through(first, added) for first in (behind_heads, behind_heads_at_once)}
+BEHIND_INPUTS = {first.__name__: through(first, added) for first in (behind_inputs, behind_inputs_at_once)}
+COLUMNS = {"array last": through(columns, added), "layer last": through(columns, added_by_layer)}
+
+
+def heads_second(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,dhe->bphe", x, w) + b for w, b in arrays(s))
+    return q, k, v
+
+
+def heads_second_by_matmul(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x[:, None] @ w.transpose(0, 1)).transpose(1, 2) + b for w, b in arrays(s))
+    return q, k, v
+
+
+def heads_second_flat(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x @ w.flatten(1)).unflatten(-1, (COUNT, SIZE)) + b for w, b in arrays(s))
+    return q, k, v
+
+
+HEADS_SECOND = {
+    "einsum": through(heads_second, added),
+    "matmul": through(heads_second_by_matmul, added),
+    "a layer last": through(heads_second, added_by_layer),
+    "flat": through(heads_second_flat, added_by_matmul),
+}
+AXES_OF_SIZE_ONE: dict[str, Spelled] = {
+    "einsum": lambda s, x: added(s, read_by_einsum(*(torch.einsum("bpd,khde->bphe", x, w) + b for w, b in arrays(s)))),
+    "matmul": lambda s, x: added(s, read_by_einsum(*((x[:, None] @ w).transpose(1, 2) + b for w, b in arrays(s)))),
+    "index": lambda s, x: added(s, read_by_einsum(*(torch.einsum("bpd,hde->bphe", x, w[0]) + b for w, b in arrays(s)))),
+}
+
+
 # ---- layers and weights with an axis of heads
 
 
@@ -258,9 +372,15 @@ MIXTURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 # ---- functions
 
 
-FIRST = {name: parameter(COUNT, WIDTH, SIZE) for name in ("wq", "wk", "wv")} | {
-    name: parameter(COUNT, SIZE) for name in ("bq", "bk", "bv")
-}
+def both(weight: tuple[int, ...], bias: tuple[int, ...]) -> dict[str, Any]:
+    return {"w": parameter(*weight), "b": parameter(*bias)}
+
+
+def three(weight: tuple[int, ...], bias: tuple[int, ...]) -> dict[str, Any]:
+    return {"w" + part: parameter(*weight) for part in "qkv"} | {"b" + part: parameter(*bias) for part in "qkv"}
+
+
+FIRST = three((COUNT, WIDTH, SIZE), (COUNT, SIZE))
 LAST = {"wo": parameter(COUNT, SIZE, WIDTH), "bo": parameter(WIDTH)}
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")}
 OUT = {"o": of(L, COUNT * SIZE, WIDTH)}
@@ -269,6 +389,18 @@ EXPERTS = {"g": of(L, WIDTH, 3), "w": parameter(3, WIDTH, 5), "c": parameter(3, 
 
 HEAD_CASES: dict[str, Function] = {
     "heads in arrays": Function(FIRST | LAST, steps(WIDTH, 4), 48, ARRAYS),
+    "queries, keys, values in an array": Function(LAST | both((3, COUNT, WIDTH, SIZE), (3, COUNT, SIZE)),
+        steps(WIDTH, 4), 48, TOGETHER),
+    "an array, parts behind heads": Function(LAST | both((COUNT, 3, WIDTH, SIZE), (COUNT, 3, SIZE)), steps(WIDTH, 4),
+        48, BEHIND_HEADS),
+    "an array, heads behind inputs": Function(LAST | both((3, WIDTH, COUNT, SIZE), (3, COUNT, SIZE)), steps(WIDTH, 4),
+        48, BEHIND_INPUTS),
+    "an array, parts behind inputs": Function(LAST | both((COUNT, WIDTH, 3 * SIZE), (COUNT, 3 * SIZE)),
+        steps(WIDTH, 4), 48, COLUMNS),
+    "arrays, heads behind inputs": Function(LAST | three((WIDTH, COUNT, SIZE), (COUNT, SIZE)), steps(WIDTH, 4), 48,
+        HEADS_SECOND),
+    "arrays, axes of size 1": Function(LAST | three((1, COUNT, WIDTH, SIZE), (1, 1, COUNT, SIZE)), steps(WIDTH, 4), 48,
+        AXES_OF_SIZE_ONE),
     "heads in arrays, then a layer": Function(FIRST | OUT, steps(WIDTH, 4), 48, LAYERS_LAST),
     "layers, then heads in an array": Function(FLAT | LAST, steps(WIDTH, 4), 48, LAYERS_FIRST),
     "a module for each head": Function({"heads": lambda: nn.ModuleList(Head() for _ in range(COUNT))} | OUT,

@@ -9,6 +9,7 @@ In the same way, stacked values become one value with the units of all, if the u
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ def _flatten_weights(r: Rewriter) -> int:
     """Rewrite products with weights of heads as linear layers, if the network mixes both spellings."""
     nodes = [node for node in r.graph.nodes if r.name(node) in ("einsum", "matmul")]
     found = [node for node in nodes if (own := _of_heads(r, node)) is not None and _is_flat(r, node, own)]
-    if not found or not any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear"):
+    apart = any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear")
+    if not found or not (apart or any(_is_no_stack(r, node) for node in found)):
         return 0
     for node in found:
         for user in list(node.users):
@@ -94,6 +96,27 @@ def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
     known = all(letter in two + out + "-" for letter in one)
     several = len(two.replace("-", "")) > 2
     return _Product(one, two, out, first, second) if alike and apart and known and several else None
+
+
+def _is_no_stack(r: Rewriter, node: fx.Node) -> bool:
+    """Whether the first axis in memory of the weights of heads, or of an added bias, does not number the heads."""
+    one, two, out, _, weight = _of_heads(r, node)  # type: ignore[misc]
+    rows = [letter for letter in out if letter in two]
+    columns = [letter for letter in one if letter in two and letter not in out]
+    steps = zip(two, r.shape(weight), weight.meta["val"].stride(), strict=True)
+    first = max((step, letter) for letter, size, step in steps if size > 1)[1]
+    if first not in rows[:-1] + columns[:-1]:
+        return True
+    sums = [user for user in node.users if r.name(user) == "add"]
+    given = [weight, *(own for user in sums for own in user.all_input_nodes if r.made_of(own) == "weights")]
+    return any(r.shape(_behind_moves(r, own))[:1] == (1,) for own in given)
+
+
+def _behind_moves(r: Rewriter, node: fx.Node) -> fx.Node:
+    """Return the parameter that a value shows after moves, or the first operation that does more."""
+    while r.name(node) in operations(Trait.MOVE):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _is_flat(r: Rewriter, node: fx.Node, product: _Product) -> bool:
@@ -230,7 +253,7 @@ def _stay_apart(r: Rewriter, stack: fx.Node, members: int, units: int) -> bool:
     left, met = [(stack, members, units)], set()
     while left:
         value, members, units = left.pop()
-        for user in value.users:
+        for user in [own for given in value.users for own in _results(r, given)]:
             if (user, value) in met:
                 continue
             met.add((user, value))
@@ -241,13 +264,22 @@ def _stay_apart(r: Rewriter, stack: fx.Node, members: int, units: int) -> bool:
     return True
 
 
+def _results(r: Rewriter, node: fx.Node) -> list[fx.Node]:
+    """Return the parts of a value that is split, or the operation itself."""
+    return [*node.users] if r.name(node) in operations(Trait.PARTS) else [node]
+
+
 def _axes_after(
     r: Rewriter, user: fx.Node, value: fx.Node, members: int, units: int
 ) -> tuple[()] | tuple[int, int] | None:
     """Return the axes of members and units in a result; () where all units are read; None where they meet."""
     name = r.name(user)
-    if name in operations(Trait.MOVE) and user.all_input_nodes == [value] and isinstance(user.meta["val"], Tensor):
-        moves = [moved(user, coordinates(r.shape(value), (axis,))) for axis in (members, units)]
+    item: Any = user.args[1] if user.target is operator.getitem else None
+    move: Any = user if item is None else user.args[0]
+    is_move = r.name(move) in operations(Trait.MOVE)
+    if is_move and move.all_input_nodes == [value] and isinstance(user.meta["val"], Tensor):
+        moves = [moved(move, coordinates(r.shape(value), (axis,))) for axis in (members, units)]
+        moves = moves if item is None else [own[item] for own in moves]
         if any(own is None for own in moves):
             return None
         one, two = (varying_axes(own) for own in moves)
