@@ -226,7 +226,8 @@ class Action:
             return values
         source, scale = self.source_in(slot), self.scale[slot.rows]
         if inner not in axes:
-            return values.index_select(lead + first, torch.from_numpy(source.reshape(slot.shape)[:, 0] // slot.shape[1]))
+            members = source.reshape(slot.shape)[:, 0] // slot.shape[1]
+            return values.index_select(lead + first, torch.from_numpy(members))
         if len(thin) == 2:
             return values * float(scale[source][0])
         whole = [slot.shape[slot.axes.index(axis)] if axis in slot.axes else size
