@@ -280,6 +280,93 @@ LAYERS_FIRST = {
 }
 
 
+# ---- talking heads: matrices over heads before and after the softmax
+
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda z, m: torch.einsum("bhqk,gh->bgqk", z, m),
+    "convolution": lambda z, m: F.conv2d(z, m[:, :, None, None]),
+    "matmul": lambda z, m: (z.permute(0, 2, 3, 1) @ m.T).permute(0, 3, 1, 2),
+    "sum": lambda z, m: (z[:, None] * m[:, :, None, None]).sum(2),
+}
+
+
+def talking(
+    mix: Callable[[Tensor, Tensor], Tensor], first: Callable[..., Three], last: Callable[..., Tensor]
+) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = first(s, x)
+        weights = mix(torch.einsum("bqhe,bkhe->bhqk", q, k) / math.sqrt(SIZE), s.before).softmax(-1)
+        return last(s, torch.einsum("bhqk,bkhe->bqhe", mix(weights, s.after), v))
+
+    return forward
+
+
+TALKING = {name: talking(mix, apart, flat) for name, mix in MIXED.items()}
+TALKING_ARRAYS = {name: talking(mix, by_einsum, added) for name, mix in MIXED.items()} | {
+    "layers": talking(MIXED["einsum"], by_layer, added_by_layer),
+    "products": talking(MIXED["einsum"], by_matmul, added_by_matmul),
+}
+
+
+# ---- several heads of queries for each head of keys and values
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    times = q.shape[2] // k.shape[2]
+    return read_by_einsum(q, k.repeat_interleave(times, 2), v.repeat_interleave(times, 2))
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    times = q.shape[2] // k.shape[2]
+    k, v = (part[:, :, :, None].expand(-1, -1, -1, times, -1).flatten(2, 3) for part in (k, v))
+    return read_by_einsum(q, k, v)
+
+
+def in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqgre,bkge->bgrqk", q.unflatten(2, (k.shape[2], -1)), k) / math.sqrt(SIZE)
+    return torch.einsum("bgrqk,bkge->bqgre", scores.masked_fill(AHEAD, -math.inf).softmax(-1), v).flatten(2, 3)
+
+
+def fused_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def grouped(
+    read_groups: Callable[[Tensor, Tensor, Tensor], Tensor], first: Callable[..., Three], last: Callable[..., Tensor]
+) -> Spelled:
+    return lambda s, x: last(s, read_groups(*first(s, x)))
+
+
+def by_layers(s: Any, x: Tensor) -> Three:
+    q, k, v = (
+        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (-1, SIZE)) for w, b in arrays(s)
+    )
+    return q, k, v
+
+
+GROUPED = {
+    f"{ways.__name__}, {first.__name__}": grouped(ways, first, added)
+    for ways in (repeated, expanded, in_groups, fused_groups)
+    for first in (by_einsum, by_matmul, by_layers)
+} | {"layer last": grouped(in_groups, by_einsum, added_by_layer)}
+ONE_FOR_ALL: dict[str, Spelled] = {
+    "einsum": lambda s, x: added(
+        s,
+        torch.einsum(
+            "bhqk,bke->bqhe",
+            (torch.einsum("bqhe,bke->bhqk", torch.einsum("bpd,hde->bphe", x, s.wq) + s.bq, x @ s.wk + s.bk)
+             / math.sqrt(SIZE)).masked_fill(AHEAD, -math.inf).softmax(-1),
+            x @ s.wv + s.bv,
+        ),
+    ),
+    "matmul": lambda s, x: added_by_matmul(
+        s,
+        read(x[:, None] @ s.wq + s.bq[:, None], (x @ s.wk + s.bk)[:, None], (x @ s.wv + s.bv)[:, None]).transpose(1, 2),
+    ),
+}  # fmt: skip
+
+
 # ---- a module for each head
 
 
@@ -384,6 +471,11 @@ FIRST = three((COUNT, WIDTH, SIZE), (COUNT, SIZE))
 LAST = {"wo": parameter(COUNT, SIZE, WIDTH), "bo": parameter(WIDTH)}
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")}
 OUT = {"o": of(L, COUNT * SIZE, WIDTH)}
+GROUPS = FIRST | {"wq": parameter(4, WIDTH, SIZE), "bq": parameter(4, SIZE)}
+ONE_KEY = {"wq": parameter(COUNT, WIDTH, SIZE), "bq": parameter(COUNT, SIZE)} | {
+    name + part: parameter(*shape) for part in "kv" for name, shape in (("w", (WIDTH, SIZE)), ("b", (SIZE,)))
+}
+BETWEEN = {name: parameter(COUNT, COUNT) for name in ("before", "after")}
 EXPERTS = {"g": of(L, WIDTH, 3), "w": parameter(3, WIDTH, 5), "c": parameter(3, 5), "v": parameter(3, 5, 6),
     "d": parameter(3, 6), "n": of(nn.LayerNorm, 6), "o": of(L, 6, 5)}  # fmt: skip
 
@@ -403,6 +495,11 @@ HEAD_CASES: dict[str, Function] = {
         AXES_OF_SIZE_ONE),
     "heads in arrays, then a layer": Function(FIRST | OUT, steps(WIDTH, 4), 48, LAYERS_LAST),
     "layers, then heads in an array": Function(FLAT | LAST, steps(WIDTH, 4), 48, LAYERS_FIRST),
+    "grouped queries in arrays": Function(LAST | {"wo": parameter(4, SIZE, WIDTH)} | GROUPS, steps(WIDTH, 4), 48,
+        GROUPED),
+    "one head of keys, arrays": Function(LAST | ONE_KEY, steps(WIDTH, 4), 24, ONE_FOR_ALL),
+    "talking heads": Function(FLAT | OUT | BETWEEN, steps(WIDTH, 4), 52, TALKING),
+    "talking heads in arrays": Function(FIRST | LAST | BETWEEN, steps(WIDTH, 4), 52, TALKING_ARRAYS),
     "a module for each head": Function({"heads": lambda: nn.ModuleList(Head() for _ in range(COUNT))} | OUT,
         steps(WIDTH, 4), 48, MODULES),
     "relative positions of heads": Function(FLAT | OUT | {"e": parameter(7, SIZE)}, steps(WIDTH, 4), 42,

@@ -28,7 +28,7 @@ Each function has one spelling:
 - weighted mean: a product with a softmax; by hand a masked sum over a count.
 - part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
 - heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
-  head, stacks. If all weights have that axis first, they stay stacks (docs/theory/intertwiners.md, 2.14).
+  head, stacks. Weights multiplied member by member (experts) stay stacks (docs/theory/intertwiners.md, 2.14).
 - weights of several layers in an array: a product with each part; by hand one product, of whose result parts are read.
 - rows at constant pairs of positions: ``embedding``; by hand an index.
 - buffer filled, then read: ``cat`` of the parts; by hand writes into slices.

@@ -437,9 +437,7 @@ class Contractions(Algebra):
         factor = self.system.coefficient(weights).times(Coefficient(known / coefficient.factor))
         total = Total(numbered.numel(), terms=[(factor, aligned(numbered, kept, by.two), weights.shape)])
         axes = {by.one[axis] for axis in relation.axes} | {*kept}
-        return Relation(
-            frozenset(by.out.index(letter) for letter in axes), aligned(numbered, kept, by.out), ONE, total
-        )
+        return Relation(frozenset(by.out.index(letter) for letter in axes), aligned(numbered, kept, by.out), ONE, total)
 
     # Changes of weights.
 
