@@ -25,6 +25,7 @@ from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 _MOST = 64  # operations on values of a stack
+_PRODUCTS = {"einsum", "matmul"} | operations(Trait.PRODUCT)
 _CHANGES_AXES = operations(Trait.REGROUP)
 
 
@@ -39,7 +40,7 @@ def spell_heads(r: Rewriter) -> int:
 
 def _flatten_weights(r: Rewriter) -> int:
     """Rewrite products with weights of heads as linear layers, if all can be, or the network mixes both spellings."""
-    nodes = [node for node in r.graph.nodes if r.name(node) in ("einsum", "matmul") and _reads_array(r, node)]
+    nodes = [node for node in r.graph.nodes if r.name(node) in _PRODUCTS and _reads_array(r, node)]
     found = [node for node in nodes if _of_heads(r, node) is not None and _is_flat(r, node)]
     mixed = any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear")
     if not found or not (mixed or len(found) == len(nodes)):
@@ -57,7 +58,8 @@ def _flatten_weights(r: Rewriter) -> int:
 
 def _reads_array(r: Rewriter, node: fx.Node) -> bool:
     """Whether a product reads weights with three or more axes."""
-    return any(r.made_of(own) == "weights" and len(r.shape(own)) > 2 for own in node.all_input_nodes)
+    weights = [own for own in node.all_input_nodes if r.made_of(own) == "weights"]
+    return any(sum(size > 1 for size in r.shape(own)) > 2 for own in weights)
 
 
 class _Product(NamedTuple):
