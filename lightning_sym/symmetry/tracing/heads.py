@@ -43,7 +43,7 @@ def _flatten_weights(r: Rewriter) -> int:
     nodes = [node for node in r.graph.nodes if r.name(node) in _PRODUCTS and _reads_array(r, node)]
     found = [node for node in nodes if _of_heads(r, node) is not None and _is_flat(r, node)]
     mixed = any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear")
-    if not found or not (mixed or len(found) == len(nodes)):
+    if not found or not (mixed or len(found) == len(nodes) or any(_is_no_stack(r, node) for node in found)):
         return 0
     for node in found:
         for user in list(node.users):
@@ -103,6 +103,16 @@ def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
     known = all(letter in two + out + "-" for letter in one)
     several = len(two.replace("-", "")) > 2
     return _Product(one, two, out, first, second) if alike and apart and known and several else None
+
+
+def _is_no_stack(r: Rewriter, node: fx.Node) -> bool:
+    """Whether the first axis in memory of the weights of heads does not number the heads."""
+    one, two, out, _, weight = _of_heads(r, node)  # type: ignore[misc]
+    rows = [letter for letter in out if letter in two]
+    columns = [letter for letter in one if letter in two and letter not in out]
+    steps = zip(two, r.shape(weight), weight.meta["val"].stride(), strict=True)
+    first = max((step, letter) for letter, size, step in steps if size > 1)[1]
+    return first not in rows[:-1] + columns[:-1]
 
 
 def _is_flat(r: Rewriter, node: fx.Node) -> bool:
