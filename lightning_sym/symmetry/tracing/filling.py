@@ -50,6 +50,8 @@ def _beside_rest(r: Rewriter, node: fx.Node, source: Any, held: Any, shown: Tens
         base = base.args[0]
     if not isinstance(base, fx.Node) or r.made_of(base) != "inputs" or shown.ndim != len(shape):
         return None
+    if r.name(source) not in operations(Trait.JOIN):  # only what is added to
+        return None
     wanted = torch.arange(math.prod(shape)).reshape(shape)
     for axis in sorted(unit_axes(r, base)):
         start = int(shown.reshape(-1)[0]) // math.prod(shape[axis + 1 :]) % shape[axis] if shown.numel() else 0
