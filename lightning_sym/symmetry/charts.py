@@ -18,19 +18,21 @@ class Piece(NamedTuple):
     """A part of a parameter that a network reads as a tensor.
 
     Attributes:
-        name: Its name: ``flat[40:48]``.
-        start: Its first element, in row-major order.
+        name: Its name: ``flat[40:48]``, or ``heads[:, 8:16]`` for columns.
+        start: Its first element, in row-major order, or its first column.
         shape: The shape that the network reads.
+        rows: The number of rows, if it consists of columns of the parameter, seen as a matrix.
     """
 
     name: str
     start: int
     shape: tuple[int, ...]
+    rows: int = 1
 
     @property
     def stop(self) -> int:
-        """The position after its last element."""
-        return self.start + math.prod(self.shape)
+        """The position after its last element, or its last column."""
+        return self.start + math.prod(self.shape) // self.rows
 
 
 class Charts(NamedTuple):
@@ -58,9 +60,9 @@ class Charts(NamedTuple):
         if name not in self.pieces:
             yield name, tensor
             return
-        line = tensor.reshape(-1)
+        matrix = tensor.reshape(self.pieces[name][0].rows, -1)
         for piece in self.pieces[name]:
-            yield piece.name, line[piece.start : piece.stop].view(piece.shape)
+            yield piece.name, matrix[:, piece.start : piece.stop].view(piece.shape)
 
     def names_of(self, name: str) -> Sequence[str]:
         """Return the names of a tensor's pieces; its own name if it is not read in pieces."""

@@ -123,6 +123,120 @@ ARRAYS: dict[str, Spelled] = {
 }
 
 
+# ---- queries, keys and values in one array, of shape (3, heads, ...) or others
+
+
+def members(s: Any, axis: int = 0) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(s.w.unbind(axis), s.b.unbind(axis), strict=True))
+
+
+def by_index(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, s.w[at]) + s.b[at] for at in range(3))
+    return q, k, v
+
+
+def by_part(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x[:, None] @ w + b[:, None]).transpose(1, 2) for w, b in members(s))
+    return q, k, v
+
+
+def by_chunk(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,khde->bphe", x, w) + b[0] for w, b in zip(s.w.chunk(3), s.b.chunk(3), strict=True))
+    return q, k, v
+
+
+def by_rows(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,ade->bpae", x, s.w.flatten(0, 1)) + s.b.flatten(0, 1)).split(COUNT, 2)
+    return q, k, v
+
+
+def at_once(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,khde->kbphe", x, s.w) + s.b[:, None, None]).unbind(0)
+    return q, k, v
+
+
+def at_once_by_matmul(s: Any, x: Tensor) -> Three:
+    q, k, v = (part.transpose(1, 2) for part in x[None, :, None] @ s.w[:, None] + s.b[:, None, :, None])
+    return q, k, v
+
+
+def head_in_part(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.stack([x @ w[head] + b[head] for head in range(COUNT)], 2) for w, b in members(s))
+    return q, k, v
+
+
+def layer_of_part(s: Any, x: Tensor) -> Three:
+    q, k, v = (
+        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
+        for w, b in members(s)
+    )
+    return q, k, v
+
+
+def behind_heads(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, w) + b for w, b in members(s, 1))
+    return q, k, v
+
+
+def behind_heads_at_once(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hkde->kbphe", x, s.w) + s.b.transpose(0, 1)[:, None, None]).unbind(0)
+    return q, k, v
+
+
+def behind_inputs(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,dhe->bphe", x, w) + b for w, b in members(s))
+    return q, k, v
+
+
+def behind_inputs_at_once(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,kdhe->kbphe", x, s.w) + s.b[:, None, None]).unbind(0)
+    return q, k, v
+
+
+def columns(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,hde->bphe", x, s.w) + s.b).chunk(3, -1)
+    return q, k, v
+
+
+TOGETHER = {
+    **{first.__name__: through(first, added)
+       for first in (by_index, by_part, by_chunk, by_rows, at_once, at_once_by_matmul, head_in_part, layer_of_part)},
+    "layer last": through(by_part, added_by_layer),
+    "all at once, layer last": through(at_once, added_by_layer),
+}  # fmt: skip
+BEHIND_HEADS = {first.__name__: through(first, added) for first in (behind_heads, behind_heads_at_once)}
+BEHIND_INPUTS = {first.__name__: through(first, added) for first in (behind_inputs, behind_inputs_at_once)}
+COLUMNS = {"array last": through(columns, added), "layer last": through(columns, added_by_layer)}
+
+
+def heads_second(s: Any, x: Tensor) -> Three:
+    q, k, v = (torch.einsum("bpd,dhe->bphe", x, w) + b for w, b in arrays(s))
+    return q, k, v
+
+
+def heads_second_by_matmul(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x[:, None] @ w.transpose(0, 1)).transpose(1, 2) + b for w, b in arrays(s))
+    return q, k, v
+
+
+def heads_second_flat(s: Any, x: Tensor) -> Three:
+    q, k, v = ((x @ w.flatten(1)).unflatten(-1, (COUNT, SIZE)) + b for w, b in arrays(s))
+    return q, k, v
+
+
+HEADS_SECOND = {
+    "einsum": through(heads_second, added),
+    "matmul": through(heads_second_by_matmul, added),
+    "a layer last": through(heads_second, added_by_layer),
+    "flat": through(heads_second_flat, added_by_matmul),
+}
+AXES_OF_SIZE_ONE: dict[str, Spelled] = {
+    "einsum": lambda s, x: added(s, read_by_einsum(*(torch.einsum("bpd,khde->bphe", x, w) + b for w, b in arrays(s)))),
+    "matmul": lambda s, x: added(s, read_by_einsum(*((x[:, None] @ w).transpose(1, 2) + b for w, b in arrays(s)))),
+    "index": lambda s, x: added(s, read_by_einsum(*(torch.einsum("bpd,hde->bphe", x, w[0]) + b for w, b in arrays(s)))),
+}
+
+
 # ---- layers and weights with an axis of heads
 
 
@@ -164,6 +278,93 @@ LAYERS_FIRST = {
     "views": through(in_views, added),
     "chunk by chunk": chunk_by_chunk,
 }
+
+
+# ---- talking heads: matrices over heads before and after the softmax
+
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda z, m: torch.einsum("bhqk,gh->bgqk", z, m),
+    "convolution": lambda z, m: F.conv2d(z, m[:, :, None, None]),
+    "matmul": lambda z, m: (z.permute(0, 2, 3, 1) @ m.T).permute(0, 3, 1, 2),
+    "sum": lambda z, m: (z[:, None] * m[:, :, None, None]).sum(2),
+}
+
+
+def talking(
+    mix: Callable[[Tensor, Tensor], Tensor], first: Callable[..., Three], last: Callable[..., Tensor]
+) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = first(s, x)
+        weights = mix(torch.einsum("bqhe,bkhe->bhqk", q, k) / math.sqrt(SIZE), s.before).softmax(-1)
+        return last(s, torch.einsum("bhqk,bkhe->bqhe", mix(weights, s.after), v))
+
+    return forward
+
+
+TALKING = {name: talking(mix, apart, flat) for name, mix in MIXED.items()}
+TALKING_ARRAYS = {name: talking(mix, by_einsum, added) for name, mix in MIXED.items()} | {
+    "layers": talking(MIXED["einsum"], by_layer, added_by_layer),
+    "products": talking(MIXED["einsum"], by_matmul, added_by_matmul),
+}
+
+
+# ---- several heads of queries for each head of keys and values
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    times = q.shape[2] // k.shape[2]
+    return read_by_einsum(q, k.repeat_interleave(times, 2), v.repeat_interleave(times, 2))
+
+
+def expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    times = q.shape[2] // k.shape[2]
+    k, v = (part[:, :, :, None].expand(-1, -1, -1, times, -1).flatten(2, 3) for part in (k, v))
+    return read_by_einsum(q, k, v)
+
+
+def in_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqgre,bkge->bgrqk", q.unflatten(2, (k.shape[2], -1)), k) / math.sqrt(SIZE)
+    return torch.einsum("bgrqk,bkge->bqgre", scores.masked_fill(AHEAD, -math.inf).softmax(-1), v).flatten(2, 3)
+
+
+def fused_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def grouped(
+    read_groups: Callable[[Tensor, Tensor, Tensor], Tensor], first: Callable[..., Three], last: Callable[..., Tensor]
+) -> Spelled:
+    return lambda s, x: last(s, read_groups(*first(s, x)))
+
+
+def by_layers(s: Any, x: Tensor) -> Three:
+    q, k, v = (
+        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (-1, SIZE)) for w, b in arrays(s)
+    )
+    return q, k, v
+
+
+GROUPED = {
+    f"{ways.__name__}, {first.__name__}": grouped(ways, first, added)
+    for ways in (repeated, expanded, in_groups, fused_groups)
+    for first in (by_einsum, by_matmul, by_layers)
+} | {"layer last": grouped(in_groups, by_einsum, added_by_layer)}
+ONE_FOR_ALL: dict[str, Spelled] = {
+    "einsum": lambda s, x: added(
+        s,
+        torch.einsum(
+            "bhqk,bke->bqhe",
+            (torch.einsum("bqhe,bke->bhqk", torch.einsum("bpd,hde->bphe", x, s.wq) + s.bq, x @ s.wk + s.bk)
+             / math.sqrt(SIZE)).masked_fill(AHEAD, -math.inf).softmax(-1),
+            x @ s.wv + s.bv,
+        ),
+    ),
+    "matmul": lambda s, x: added_by_matmul(
+        s,
+        read(x[:, None] @ s.wq + s.bq[:, None], (x @ s.wk + s.bk)[:, None], (x @ s.wv + s.bv)[:, None]).transpose(1, 2),
+    ),
+}  # fmt: skip
 
 
 # ---- a module for each head
@@ -258,19 +459,47 @@ MIXTURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 # ---- functions
 
 
-FIRST = {name: parameter(COUNT, WIDTH, SIZE) for name in ("wq", "wk", "wv")} | {
-    name: parameter(COUNT, SIZE) for name in ("bq", "bk", "bv")
-}
+def both(weight: tuple[int, ...], bias: tuple[int, ...]) -> dict[str, Any]:
+    return {"w": parameter(*weight), "b": parameter(*bias)}
+
+
+def three(weight: tuple[int, ...], bias: tuple[int, ...]) -> dict[str, Any]:
+    return {"w" + part: parameter(*weight) for part in "qkv"} | {"b" + part: parameter(*bias) for part in "qkv"}
+
+
+FIRST = three((COUNT, WIDTH, SIZE), (COUNT, SIZE))
 LAST = {"wo": parameter(COUNT, SIZE, WIDTH), "bo": parameter(WIDTH)}
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")}
 OUT = {"o": of(L, COUNT * SIZE, WIDTH)}
+GROUPS = FIRST | {"wq": parameter(4, WIDTH, SIZE), "bq": parameter(4, SIZE)}
+ONE_KEY = {"wq": parameter(COUNT, WIDTH, SIZE), "bq": parameter(COUNT, SIZE)} | {
+    name + part: parameter(*shape) for part in "kv" for name, shape in (("w", (WIDTH, SIZE)), ("b", (SIZE,)))
+}
+BETWEEN = {name: parameter(COUNT, COUNT) for name in ("before", "after")}
 EXPERTS = {"g": of(L, WIDTH, 3), "w": parameter(3, WIDTH, 5), "c": parameter(3, 5), "v": parameter(3, 5, 6),
     "d": parameter(3, 6), "n": of(nn.LayerNorm, 6), "o": of(L, 6, 5)}  # fmt: skip
 
 HEAD_CASES: dict[str, Function] = {
     "heads in arrays": Function(FIRST | LAST, steps(WIDTH, 4), 48, ARRAYS),
+    "queries, keys, values in an array": Function(LAST | both((3, COUNT, WIDTH, SIZE), (3, COUNT, SIZE)),
+        steps(WIDTH, 4), 48, TOGETHER),
+    "an array, parts behind heads": Function(LAST | both((COUNT, 3, WIDTH, SIZE), (COUNT, 3, SIZE)), steps(WIDTH, 4),
+        48, BEHIND_HEADS),
+    "an array, heads behind inputs": Function(LAST | both((3, WIDTH, COUNT, SIZE), (3, COUNT, SIZE)), steps(WIDTH, 4),
+        48, BEHIND_INPUTS),
+    "an array, parts behind inputs": Function(LAST | both((COUNT, WIDTH, 3 * SIZE), (COUNT, 3 * SIZE)),
+        steps(WIDTH, 4), 48, COLUMNS),
+    "arrays, heads behind inputs": Function(LAST | three((WIDTH, COUNT, SIZE), (COUNT, SIZE)), steps(WIDTH, 4), 48,
+        HEADS_SECOND),
+    "arrays, axes of size 1": Function(LAST | three((1, COUNT, WIDTH, SIZE), (1, 1, COUNT, SIZE)), steps(WIDTH, 4), 48,
+        AXES_OF_SIZE_ONE),
     "heads in arrays, then a layer": Function(FIRST | OUT, steps(WIDTH, 4), 48, LAYERS_LAST),
     "layers, then heads in an array": Function(FLAT | LAST, steps(WIDTH, 4), 48, LAYERS_FIRST),
+    "grouped queries in arrays": Function(LAST | {"wo": parameter(4, SIZE, WIDTH)} | GROUPS, steps(WIDTH, 4), 48,
+        GROUPED),
+    "one head of keys, arrays": Function(LAST | ONE_KEY, steps(WIDTH, 4), 24, ONE_FOR_ALL),
+    "talking heads": Function(FLAT | OUT | BETWEEN, steps(WIDTH, 4), 52, TALKING),
+    "talking heads in arrays": Function(FIRST | LAST | BETWEEN, steps(WIDTH, 4), 52, TALKING_ARRAYS),
     "a module for each head": Function({"heads": lambda: nn.ModuleList(Head() for _ in range(COUNT))} | OUT,
         steps(WIDTH, 4), 48, MODULES),
     "relative positions of heads": Function(FLAT | OUT | {"e": parameter(7, SIZE)}, steps(WIDTH, 4), 42,

@@ -435,6 +435,75 @@ def towers(score: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
     return lambda s, x, y: score(s.a(x), s.b(y))
 
 
+# ---- slices added in place: reversible layers
+
+
+def one(s: Any, x: Tensor) -> Tensor:
+    return s.f2(torch.tanh(s.f(x)))
+
+
+def other(s: Any, x: Tensor) -> Tensor:
+    return s.g2(torch.tanh(s.g(x)))
+
+
+def in_place(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    h[:, :4] += one(s, h[:, 4:])
+    h[:, 4:] += other(s, h[:, :4])
+    return s.o(h)
+
+
+def chunks_in_place(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    a, b = h.chunk(2, 1)
+    a += one(s, b)
+    b += other(s, a)
+    return s.o(torch.cat([a, b], 1))
+
+
+def views_in_place(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    a, b = h[:, :4], h[:, 4:]
+    a += one(s, b)
+    b += other(s, a)
+    return s.o(h)
+
+
+def overwritten(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    h[:, :4] = h[:, :4] + one(s, h[:, 4:])
+    h[:, 4:] = h[:, 4:] + other(s, h[:, :4])
+    return s.o(h)
+
+
+def chunks(s: Any, x: Tensor) -> Tensor:
+    a, b = s.i(x).chunk(2, 1)
+    a = a + one(s, b)
+    return s.o(torch.cat([a, b + other(s, a)], 1))
+
+
+def concatenated(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    h = torch.cat([h[:, :4] + one(s, h[:, 4:]), h[:, 4:]], 1)
+    return s.o(torch.cat([h[:, :4], h[:, 4:] + other(s, h[:, :4])], 1))
+
+
+def channels_in_place(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    h[:, :2] += s.f(torch.relu(x))
+    return s.o(torch.relu(h)).mean((2, 3))
+
+
+def channels_beside_others(s: Any, x: Tensor) -> Tensor:
+    h = s.i(x)
+    return s.o(torch.relu(torch.cat([h[:, :2] + s.f(torch.relu(x)), h[:, 2:]], 1))).mean((2, 3))
+
+
+REVERSIBLE: dict[str, Spelled] = {
+    own.__name__: own for own in (chunks, concatenated, in_place, chunks_in_place, views_in_place, overwritten)
+}
+
+
 # ---- functions
 
 
@@ -520,5 +589,11 @@ TRIED: dict[str, Function] = {
     "cosines of two towers": Function({"a": of(L, 5, 3), "b": of(L, 4, 3)}, two_inputs(5, 4), 5,
         each(SCORES, lambda score: lambda s, x, y: score(unit(s.a(x)), unit(s.b(y))))
         | {"cosine_similarity": lambda s, x, y: F.cosine_similarity(s.a(x), s.b(y), eps=1e-12)}),
+    "reversible layers": Function({"i": of(L, 9, 8), "f": of(L, 4, 6), "f2": of(L, 6, 4), "g": of(L, 4, 6),
+        "g2": of(L, 6, 4), "o": of(L, 8, 5)}, lambda samples: (torch.randn(samples, 9, dtype=torch.float64),), 48,
+        REVERSIBLE, samples=80),
+    "channels added in place": Function({"i": of(C, 3, 4, 3, padding=1), "f": of(C, 3, 2, 3, padding=1),
+        "o": of(C, 4, 3, 1)}, images(3, 5), 6,
+        {"beside": channels_beside_others, "in place": channels_in_place}, samples=120),
     "squeeze and excite": Function(SQUEEZED, images(2, 6), 0, each(MEANS, squeezed), samples=60),
 }  # fmt: skip

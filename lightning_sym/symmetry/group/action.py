@@ -221,18 +221,19 @@ class Action:
 
     def _on_thin_stack(self, values: Tensor, slot: Slot, axes: Collection[int], lead: int) -> Tensor:
         """Apply the linear part on one slot of a stack to a translation; without its inner axis, permute members."""
-        (_, inner), front = slot.axes, values.shape[:lead]
+        (first, inner), front = slot.axes, values.shape[:lead]
         thin = [axis for axis in slot.axes if values.shape[lead + axis] < slot.shape[slot.axes.index(axis)]]
-        if 0 not in axes or (len(thin) == 2 and inner not in axes):
+        if first not in axes or (len(thin) == 2 and inner not in axes):
             return values
         source, scale = self.source_in(slot), self.scale[slot.rows]
         if inner not in axes:
-            return values.index_select(lead, torch.from_numpy(source.reshape(slot.shape)[:, 0] // slot.shape[1]))
+            members = source.reshape(slot.shape)[:, 0] // slot.shape[1]
+            return values.index_select(lead + first, torch.from_numpy(members))
         if len(thin) == 2:
             return values * float(scale[source][0])
         whole = [slot.shape[slot.axes.index(axis)] if axis in slot.axes else size
                  for axis, size in enumerate(values.shape[lead:])]  # fmt: skip
-        at = (lead, lead + inner)
+        at = (lead + first, lead + inner)
         flat = self._by_matrices(together(values.expand(*front, *whole), at), slot, 0)
         flat = rearranged(flat, {0: source}, {0: scale[source]})
         result = apart(flat, at, slot.shape)

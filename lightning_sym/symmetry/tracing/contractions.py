@@ -395,6 +395,10 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     for at, term in enumerate(terms):  # letters of a single term are summed first
         rest = out + "".join(terms[:at] + terms[at + 1 :])
         alone = [axis for axis, letter in enumerate(term) if letter not in rest]
+        for axis in [axis for axis in reversed(alone) if r.shape(values[at])[axis] == 1]:
+            values[at] = r.insert(aten.select.int, values[at], axis, 0)
+            term = terms[at] = term[:axis] + term[axis + 1 :]
+        alone = [axis for axis, letter in enumerate(term) if letter not in rest]
         if alone:
             values[at] = r.insert(aten.sum.dim_IntList, values[at], alone)
             terms[at] = "".join(letter for letter in term if letter in rest)

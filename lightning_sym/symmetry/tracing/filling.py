@@ -1,4 +1,4 @@
-"""Replace memory that the network fills part by part by a concatenation of the parts."""
+"""Replace memory that the network fills part by part, or units that it overwrites, by a concatenation of the parts."""
 
 import math
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from lightning_sym.symmetry.tracing.contractions import layout
 from lightning_sym.symmetry.tracing.nodes import memories_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 _MOST = 2**22  # elements of the memory
@@ -39,6 +40,27 @@ def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if sum(own.numel() for own in where[first:]) == math.prod(shape):
             found = _along_an_axis(shape, [source for source, _ in held[first:]], where[first:])
             return None if found is None else _joined(r, shape, *found)
+    return _beside_rest(r, node, *held[-1], where[-1])
+
+
+def _beside_rest(r: Rewriter, node: fx.Node, source: Any, held: Any, shown: Tensor) -> fx.Node | None:
+    """Rewrite units that are overwritten as a concatenation with the others: slices that are added to in place."""
+    shape, base = r.shape(node), node.args[0]
+    while r.name(base) == "put" and isinstance(base, fx.Node) and base.args[1] is held:  # overwritten
+        base = base.args[0]
+    if not isinstance(base, fx.Node) or r.made_of(base) != "inputs" or shown.ndim != len(shape):
+        return None
+    if r.name(source) not in operations(Trait.JOIN):  # only what is added to
+        return None
+    wanted = torch.arange(math.prod(shape)).reshape(shape)
+    for axis in sorted(unit_axes(r, base)):
+        start = int(shown.reshape(-1)[0]) // math.prod(shape[axis + 1 :]) % shape[axis] if shown.numel() else 0
+        stop = start + shown.shape[axis]
+        if shown.numel() and stop <= shape[axis] and torch.equal(shown, wanted.narrow(axis, start, stop - start)):
+            rest = [(r.insert(aten.slice.Tensor, base, axis, *part) if part[0] < part[1] else None)
+                    for part in ((0, start), (stop, shape[axis]))]  # fmt: skip
+            values = [value for value in (rest[0], source, rest[1]) if value is not None]
+            return r.insert(aten.cat.default, values, axis)
     return None
 
 

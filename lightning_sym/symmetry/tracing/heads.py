@@ -1,14 +1,15 @@
-"""Spell weights with an axis of heads as matrices, where other layers of the same heads are matrices.
+"""Spell weights with an axis of heads as matrices, unless weights are multiplied member by member.
 
 The product `einsum("bpd,hde->bphe", x, W)` is a layer with outputs numbered by (h, e). A stack of such weights keeps
 its members apart (docs/theory/intertwiners.md, 2.14), but shares no units with a layer whose outputs one axis numbers.
-So if a network has layers of both kinds, all are written as matrices. Weights that are multiplied member by member
-(experts) remain stacks, and so do the weights before them.
+So weights of heads are written as matrices, if the network has layers of both kinds or all of its arrays are weights of
+heads. Weights that are multiplied member by member (experts) remain stacks, and so do the weights before them.
 
 In the same way, stacked values become one value with the units of all, if the units of different layers never meet.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 _MOST = 64  # operations on values of a stack
+_PRODUCTS = {"einsum", "matmul"} | operations(Trait.PRODUCT)
 _CHANGES_AXES = operations(Trait.REGROUP)
 
 
@@ -37,10 +39,11 @@ def spell_heads(r: Rewriter) -> int:
 
 
 def _flatten_weights(r: Rewriter) -> int:
-    """Rewrite products with weights of heads as linear layers, if the network mixes both spellings."""
-    nodes = [node for node in r.graph.nodes if r.name(node) in ("einsum", "matmul")]
-    found = [node for node in nodes if (own := _of_heads(r, node)) is not None and _is_flat(r, node, own)]
-    if not found or not any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear"):
+    """Rewrite products with weights of heads as linear layers, if all can be, or the network mixes both spellings."""
+    nodes = [node for node in r.graph.nodes if r.name(node) in _PRODUCTS and _reads_array(r, node)]
+    found = [node for node in nodes if _of_heads(r, node) is not None and _is_flat(r, node)]
+    mixed = any(_splits(r, node) for node in r.graph.nodes if r.name(node) == "linear")
+    if not found or not (mixed or len(found) == len(nodes) or any(_is_no_stack(r, node) for node in found)):
         return 0
     for node in found:
         for user in list(node.users):
@@ -51,6 +54,12 @@ def _flatten_weights(r: Rewriter) -> int:
             r.at = node
             r.replace(node, _as_layer(r, node, node))  # type: ignore[arg-type]
     return len(found)
+
+
+def _reads_array(r: Rewriter, node: fx.Node) -> bool:
+    """Whether a product reads weights with three or more axes."""
+    weights = [own for own in node.all_input_nodes if r.made_of(own) == "weights"]
+    return any(sum(size > 1 for size in r.shape(own)) > 2 for own in weights)
 
 
 class _Product(NamedTuple):
@@ -96,9 +105,20 @@ def _of_heads(r: Rewriter, node: fx.Node) -> _Product | None:
     return _Product(one, two, out, first, second) if alike and apart and known and several else None
 
 
-def _is_flat(r: Rewriter, node: fx.Node, product: _Product) -> bool:
+def _is_no_stack(r: Rewriter, node: fx.Node) -> bool:
+    """Whether the first axis in memory of the weights of heads does not number the heads."""
+    one, two, out, _, weight = _of_heads(r, node)  # type: ignore[misc]
+    rows = [letter for letter in out if letter in two]
+    columns = [letter for letter in one if letter in two and letter not in out]
+    steps = zip(two, r.shape(weight), weight.meta["val"].stride(), strict=True)
+    first = max((step, letter) for letter, size, step in steps if size > 1)[1]
+    return first not in rows[:-1] + columns[:-1]
+
+
+def _is_flat(r: Rewriter, node: fx.Node) -> bool:
     """Whether the outputs of all heads may be units of one axis."""
-    rows = [axis for axis, letter in enumerate(product.out) if letter in product.two]
+    _, two, out, _, _ = _of_heads(r, node)  # type: ignore[misc]
+    rows = [axis for axis, letter in enumerate(out) if letter in two]
     apart = all(_stay_apart(r, node, member, rows[-1]) for member in rows[:-1])
     return apart and not _meets_members(r, node)
 
@@ -227,39 +247,52 @@ def _stay_apart(r: Rewriter, stack: fx.Node, members: int, units: int) -> bool:
         members: The axis of the stack.
         units: The axis that units index.
     """
-    left, met = [(stack, members, units)], set()
+    left = [(stack, frozenset({members}), units)]
+    met = set[tuple[fx.Node, fx.Node]]()
     while left:
-        value, members, units = left.pop()
-        for user in value.users:
+        value, axes, units = left.pop()
+        for user in [own for given in value.users for own in _results(r, given)]:
             if (user, value) in met:
                 continue
             met.add((user, value))
-            after = _axes_after(r, user, value, members, units)
+            after = _axes_after(r, user, value, axes, units)
             if after is None or len(met) > _MOST:
                 return False
             left += [(user, *after)] if after else []
     return True
 
 
+def _results(r: Rewriter, node: fx.Node) -> list[fx.Node]:
+    """Return the parts of a value that is split, or the operation itself."""
+    return [*node.users] if r.name(node) in operations(Trait.PARTS) else [node]
+
+
 def _axes_after(
-    r: Rewriter, user: fx.Node, value: fx.Node, members: int, units: int
-) -> tuple[()] | tuple[int, int] | None:
+    r: Rewriter, user: fx.Node, value: fx.Node, members: frozenset[int], units: int
+) -> tuple[()] | tuple[frozenset[int], int] | None:
     """Return the axes of members and units in a result; () where all units are read; None where they meet."""
     name = r.name(user)
-    if name in operations(Trait.MOVE) and user.all_input_nodes == [value] and isinstance(user.meta["val"], Tensor):
-        moves = [moved(user, coordinates(r.shape(value), (axis,))) for axis in (members, units)]
+    item: Any = user.args[1] if user.target is operator.getitem else None
+    move: Any = user if item is None else user.args[0]
+    is_move = r.name(move) in operations(Trait.MOVE)
+    if is_move and move.all_input_nodes == [value] and isinstance(user.meta["val"], Tensor):
+        moves = [moved(move, coordinates(r.shape(value), (axis,))) for axis in (units, *members)]
         if any(own is None for own in moves):
             return None
-        one, two = (varying_axes(own) for own in moves)
-        return () if one == two else (one[0], two[0]) if len(one) == len(two) == 1 else None
+        moves = moves if item is None else [own[item] for own in moves]
+        two, *ones = (varying_axes(own) for own in moves)
+        one = frozenset(axis for own in ones for axis in own)
+        return () if one == {*two} else (one, two[0]) if len(two) == 1 and one and two[0] not in one else None
     if (equation := equation_of(user) if name in ("matmul", "einsum", "linear") else None) is not None:
         *terms, out = letters_of(equation)
         given: Any = user.args[1] if name == "einsum" else user.args[:2]
         own, other = terms if given[0] is value else terms[::-1]
-        member, unit = own[members], own[units]
+        several, unit = [own[axis] for axis in members], own[units]
         if unit not in out:
-            return () if member not in out or member in other else None
-        return (out.index(member), out.index(unit)) if member in out else None
+            shared = r.made_of(given[given[0] is value]) == "inputs"  # several heads of queries may read the same keys
+            return () if shared or all(member not in out or member in other for member in several) else None
+        kept = all(member in out for member in several)
+        return (frozenset(out.index(member) for member in several), out.index(unit)) if kept else None
     each = operations(Trait.POINTWISE | Trait.CAST | Trait.JOIN | Trait.PRODUCT) | {"neg"}
     others = [r.made_of(own) for own in user.all_input_nodes if own is not value]
     alone = name in each and "inputs" not in others and r.shape(user) == r.shape(value)

@@ -28,7 +28,8 @@ Each function has one spelling:
 - weighted mean: a product with a softmax; by hand a masked sum over a count.
 - part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
 - heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
-  head, stacks. If all weights have that axis, they stay stacks (docs/theory/intertwiners.md, 2.14).
+  head, stacks. Weights multiplied member by member (experts) stay stacks (docs/theory/intertwiners.md, 2.14).
+- weights of several layers in an array: a product with each part; by hand one product, of whose result parts are read.
 - rows at constant pairs of positions: ``embedding``; by hand an index.
 - buffer filled, then read: ``cat`` of the parts; by hand writes into slices.
 - attention, gated units: their products, softmaxes, sums (``written_out.py``); by hand one fused operation.
@@ -65,6 +66,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     stored,
     summed_members,
 )
+from lightning_sym.symmetry.tracing.cutting import cut_results
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
 from lightning_sym.symmetry.tracing.filling import joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
@@ -107,7 +109,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (respell_layers, recognise_batch_norms, spell_heads):
+    for respell in (respell_layers, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)

@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +31,9 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
         readers = _readers(node)
         if value.ndim == 2 and len(readers) < 2:
             continue
-        pieces = {read: _piece(name, value, read) for read in readers}
+        pieces = {read: piece for read in readers if (piece := _piece(name, value, read)) is not None}
+        if len(pieces) < len(readers):
+            continue
         origins: dict[Piece, set[fx.Node]] = {}
         for read, users in readers.items():
             origins.setdefault(pieces[read], set()).update(_origins(read, users, capture.states))
@@ -39,32 +42,106 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
         else:
             several = all(origins.values()) and len({frozenset(own) for own in origins.values()}) > 1
         if several and _are_apart(origins):
-            _cut(capture, node, dict(sorted(readers.items(), key=lambda own: pieces[own[0]].start)), pieces)
-            found = {piece.start: piece for piece in pieces.values() if piece.stop > piece.start}
-            capture.pieces[name] = _filled(name, value.numel(), [found[start] for start in sorted(found)])
+            _cut_at(capture, node, readers, pieces)
 
 
-def _readers(state: fx.Node) -> dict[fx.Node, list[fx.Node]]:
-    """Return the readers of each part of a parameter, other than views."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    left = [state]
-    while left:
-        node = left.pop()
+def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
+    """Cut arrays of weights, of which layers read separate parts along the first axes, into one tensor for each layer.
+
+    The biases that go with them are cut at the same places.
+
+    Args:
+        capture: The network in normal form, in which loops over members are operations on all members. Its graph is
+            changed.
+        whole: The names of parameters that are not cut.
+
+    Returns:
+        Whether any parameter is cut.
+    """
+    found: dict[fx.Node, tuple[dict[fx.Node, list[fx.Node]], dict[fx.Node, Piece]]] = {}
+    arrays: list[fx.Node] = []
+    products: set[fx.Node] = set()
+    for node, name in capture.states.items():
+        value = node.meta.get("val")
+        if name in {*whole, *capture.buffers, *capture.charts, *capture.pieces} or not isinstance(value, Tensor):
+            continue
+        if value.ndim < 2 or not value.is_floating_point() or not value.is_contiguous():
+            continue
+        readers = _readers(node, cuts=True)
+        pieces = {read: part for read in readers if (part := _piece(name, value, read, cuts=True)) is not None}
+        rows = {piece.rows for piece in pieces.values()}
+        if len({piece.start for piece in pieces.values()}) < 2 or len(pieces) < len(readers) or len(rows) > 1:
+            continue
+        if not _are_apart(pieces.values()):
+            continue
+        found[node] = readers, pieces
+        if value.ndim > 2 and any(_origins(read, users, capture.states) for read, users in readers.items()):
+            arrays.append(node)
+            products |= {user for users in readers.values() for own in users for user in _after_moves(own)}
+    biases = [
+        node
+        for node, (readers, _) in found.items()
+        if node not in arrays and all(_is_added_to(own, products) for users in readers.values() for own in users)
+    ]
+    for node in arrays + biases:
+        _cut_at(capture, node, *found[node])
+    return bool(arrays)
+
+
+def _after_moves(node: fx.Node) -> list[fx.Node]:
+    """Return the first operations from a node on that do more than move elements."""
+    if name_of(node) in operations(Trait.MOVE | Trait.CAST):
+        return [own for user in node.users for own in _after_moves(user)]
+    return [node]
+
+
+def _is_added_to(node: fx.Node, values: Collection[fx.Node]) -> bool:
+    """Whether a node, perhaps after moves, only adds weights to some values."""
+    readers = _after_moves(node)
+    return all(name_of(own) == "add" and any(given in values for given in own.all_input_nodes) for own in readers)
+
+
+def _readers(state: fx.Node, *, cuts: bool = False) -> dict[fx.Node, list[fx.Node]]:
+    """Return the readers of each part of a parameter, other than views.
+
+    Args:
+        state: The parameter.
+        cuts: Whether parts with gaps between their elements count, as long as these are in order.
+    """
+    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    left: list[tuple[fx.Node, fx.Node, fx.Node | None]] = [(state, state, None)]
+    while left:  # a view, the last one in order that leads to it, and the next one on the way
+        node, part, way = left.pop()
         for user in node.users:
-            if _shows(user, state):
-                left.append(user)
-            elif not isinstance(node.meta["val"], (list, tuple)):
-                found.setdefault(node, []).append(user)
-    return found
+            if not _shows(user, state) or not (cuts or _is_contiguous(user)):
+                if not isinstance(part.meta["val"], (list, tuple)):
+                    found.setdefault(part, {})[way or user] = None
+            elif not cuts or _is_in_order(user):
+                left.append((user, user, None))
+            else:
+                left.append((user, part, way or user))
+    return {part: [*users] for part, users in found.items()}
 
 
 def _shows(node: fx.Node, state: fx.Node) -> bool:
-    """Whether a node is one or more contiguous views of a parameter's memory."""
+    """Whether a node is one or more views of a parameter's memory."""
+    views = node.target is operator.getitem or name_of(node) in operations(Trait.MOVE | Trait.CAST)
+    return views and memories_of(node) == memories_of(state)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
     held = node.meta.get("val")
     parts = held if isinstance(held, (list, tuple)) else [held]
-    in_order = all(isinstance(part, Tensor) and part.is_contiguous() for part in parts)
-    views = node.target is operator.getitem or name_of(node) in operations(Trait.MOVE | Trait.CAST)
-    return in_order and views and memories_of(node) == memories_of(state)
+    return all(isinstance(part, Tensor) and part.is_contiguous() for part in parts)
+
+
+def _is_in_order(node: fx.Node) -> bool:
+    """Whether the elements of a view have the order of their memory, each once."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return False
+    axes = [(size, step) for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
+    return all(one[1] >= two[0] * two[1] for one, two in itertools.pairwise([*axes, (1, 1)]))
 
 
 def _origins(read: fx.Node, users: Sequence[fx.Node], states: Collection[fx.Node]) -> set[fx.Node]:
@@ -89,14 +166,27 @@ def _origins(read: fx.Node, users: Sequence[fx.Node], states: Collection[fx.Node
     return found
 
 
-def _piece(name: str, whole: Tensor, read: fx.Node) -> Piece:
+def _piece(name: str, whole: Tensor, read: fx.Node, *, cuts: bool = False) -> Piece | None:
+    """Return a part of a parameter as a piece; with ``cuts``, without leading axes of size 1. None if it is none."""
     value: Tensor = read.meta["val"]
-    return _named(name, int(value.storage_offset() - whole.storage_offset()), tuple(value.shape))
+    axes = [(size, step) for size, step in zip(value.shape, value.stride(), strict=True) if size > 1]
+    shape, count, rows = tuple(value.shape), 1, 1
+    while cuts and shape[:1] == (1,):
+        shape = shape[1:]
+    while axes and axes[-1][1] == count:
+        count *= axes.pop()[0]
+    width = axes[-1][1] if axes else whole.numel()
+    for size, step in reversed(axes):
+        if step != rows * width:
+            return None
+        rows *= size
+    start = int(value.storage_offset() - whole.storage_offset())
+    return _named(name, start, shape, rows) if rows * width == whole.numel() else None
 
 
-def _named(name: str, start: int, shape: tuple[int, ...]) -> Piece:
-    piece = Piece(name, start, shape)
-    return piece._replace(name=f"{name}[{start}:{piece.stop}]")
+def _named(name: str, start: int, shape: tuple[int, ...], rows: int = 1) -> Piece:
+    piece = Piece(name, start, shape, rows)
+    return piece._replace(name=f"{name}[{':, ' * (rows > 1)}{start}:{piece.stop}]")
 
 
 def _are_apart(pieces: Iterable[Piece]) -> bool:
@@ -108,8 +198,21 @@ def _are_apart(pieces: Iterable[Piece]) -> bool:
 def _filled(name: str, size: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the pieces, and further ones for the gaps that nothing reads."""
     starts, stops = [0, *(piece.stop for piece in pieces)], [*(piece.start for piece in pieces), size]
-    rest = [_named(name, start, (stop - start,)) for start, stop in zip(starts, stops, strict=True) if start < stop]
+    rows = pieces[0].rows
+    gaps = [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
+    rest = [_named(name, start, (rows, stop - start)[rows == 1 :], rows) for start, stop in gaps]
     return tuple(sorted([*pieces, *rest], key=lambda piece: piece.start))
+
+
+def _cut_at(
+    capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]], pieces: dict[fx.Node, Piece]
+) -> None:
+    """Replace a parameter by its pieces."""
+    name, size = capture.states[state], state.meta["val"].numel()
+    _cut(capture, state, dict(sorted(readers.items(), key=lambda own: pieces[own[0]].start)), pieces)
+    found = {piece.start: piece for piece in pieces.values() if piece.stop > piece.start}
+    rows = next(iter(pieces.values())).rows
+    capture.pieces[name] = _filled(name, size // rows, [found[start] for start in sorted(found)])
 
 
 def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]], pieces: dict[fx.Node, Piece]) -> None:
@@ -122,9 +225,15 @@ def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]]
                 made[piece] = capture.graph.placeholder(f"{state.name}_{piece.start}")
             with value.fake_mode:
                 made[piece].meta["val"] = torch.empty(piece.shape, dtype=value.dtype, device=value.device)
+        part = made[piece]
+        if tuple(value.shape) != piece.shape:
+            with capture.graph.inserting_before(users[0]):
+                part = capture.graph.call_function(torch.ops.aten.view.default, (made[piece], list(value.shape)))
+            with value.fake_mode:
+                part.meta["val"] = made[piece].meta["val"].view(value.shape)
         for user in users:
-            _renew(user, memories_of(state), made[piece].meta["val"], value.storage_offset())
-            user.replace_input_with(read, made[piece])
+            user.replace_input_with(read, part)
+            _renew(user, memories_of(state))
     shown = [node for node in capture.graph.nodes if memories_of(node) == memories_of(state)]
     capture.marks[:] = [mark for mark in capture.marks if mark.node not in shown]
     for node in reversed(shown):
@@ -136,18 +245,16 @@ def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]]
     capture.states = dict([*items[:at], *new.items(), *items[at + 1 :]])
 
 
-def _renew(node: fx.Node, old: set[int], piece: Tensor, start: int) -> None:
-    """Move a view of a piece, and all views of that view, to the piece's own memory."""
+def _renew(node: fx.Node, old: set[int]) -> None:
+    """Move a view of a parameter, and all views of that view, to the memory of a piece."""
     if memories_of(node) != old:
         return
-    with piece.fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = torch.utils._pytree.tree_map_only(
-            Tensor,
-            lambda part: piece.as_strided(part.shape, part.stride(), part.storage_offset() - start),
-            node.meta["val"],
-        )
+    given, named = fx.map_arg((node.args, node.kwargs), lambda own: own.meta["val"])
+    target: Any = node.target
+    with node.all_input_nodes[0].meta["val"].fake_mode:
+        node.meta["val"] = target(*given, **named)
     for user in node.users:
-        _renew(user, old, piece, start)
+        _renew(user, old)
 
 
 def unlike_pieces(captures: Sequence[Capture]) -> set[str]:

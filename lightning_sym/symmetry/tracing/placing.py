@@ -194,7 +194,7 @@ class Placing(TraceState):
         self.joint.add(name)
         single = [own[0] for own in groups if len(own) == 1]
         for label in root.labels:
-            if label.axes[0] in axes and label.axes[0] not in single:
+            if label.axes[0] not in single:  # also of axes of size 1, which would scale all units
                 self.constraints.fix(label)
         rest = tuple(own for own in root.labels if own.axes[0] not in axes)
         self.axis_labels[name] = (*rest, *labels)

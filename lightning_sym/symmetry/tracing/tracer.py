@@ -9,7 +9,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
 from lightning_sym.symmetry.tracing.expansion import expand
 from lightning_sym.symmetry.tracing.normalise import normalise
-from lightning_sym.symmetry.tracing.pieces import cut_parameters, unlike_pieces
+from lightning_sym.symmetry.tracing.pieces import cut_arrays, cut_parameters, unlike_pieces
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 
 
@@ -35,7 +35,8 @@ class Tracer:
                 node.meta["constant"] = self._constants[name]
         expand(captured)
         cut_parameters(captured, self._whole)
-        return normalise(captured, own_operations())
+        normalise(captured, own_operations())
+        return normalise(captured, own_operations()) if cut_arrays(captured, self._whole) else captured
 
     def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
         """Make captures split each parameter into the same pieces; parameters with differing pieces stay whole."""

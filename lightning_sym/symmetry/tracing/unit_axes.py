@@ -45,6 +45,11 @@ class _UnitAxes:
             *terms, out = letters_of(equation)
             parts: Any = node.args[1] if name == "einsum" else node.args[:2]
             letters = {term[axis] for term, part in zip(terms, parts, strict=True) for axis in self.of(part)}
+            made = [self.r.made_of(part) for part in parts]
+            if {*made} == {"weights", "inputs"}:  # weights of heads
+                at = made.index("weights")
+                value = zip(terms[1 - at], self.r.shape(parts[1 - at]), strict=True)
+                letters |= {*terms[at]} - {letter for letter, size in value if size > 1}
             return {axis for axis, letter in enumerate(out) if letter in letters}
         if node.target is operator.getitem and self.r.name(node.args[0]) in operations(Trait.CUT):
             whole, part = cast(tuple[Any, Any], node.args)

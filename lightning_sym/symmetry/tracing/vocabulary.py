@@ -282,7 +282,8 @@ class Trace(Joining):
             one, two = (np.full(part.scale.shape, int(common)) for part in (own, label))
             own = own.scaled_by(self.constraints.product((own.scale, 1.0), (one, 1.0)))
             labels.append(label.scaled_by(self.constraints.product((label.scale, 1.0), (two, -1.0))))
-        return replace(value, labels=(own, *labels))
+        filling = (label for label in value.labels if label is not own and not label.axes)
+        return replace(value, labels=(own, *labels, *filling))
 
     def _for_each_block(
         self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]

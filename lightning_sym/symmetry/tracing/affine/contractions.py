@@ -13,6 +13,7 @@ from lightning_sym.symmetry.tracing.affine.algebra import Algebra
 from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned, equation_shape
 from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
+    ONE,
     ROWS,
     SUMS,
     Coefficient,
@@ -277,7 +278,33 @@ class Contractions(Algebra):
             numbers = self._without_multiples(result, numbers, relation, by, told=told)
             if numbers is None:
                 return
+        elif relation is not None and axes and self._times_totals(result, numbers, relation, by):
+            return
         self._drift(result, numbers, by)
+
+    def _times_totals(self, result: Value, numbers: Tensor, relation: Relation, by: Sum) -> bool:
+        """Add a translation times the totals of another factor's sums, which have a segment for each place elsewhere.
+
+        Example: softmax weights of heads, mixed by a matrix; the sums are those of the rows of the matrix.
+
+        Returns:
+            Whether this is the whole effect.
+        """
+        gone = {by.two.index(letter) for letter in by.gone}
+        beside, total = sorted(relation.axes - gone), relation.total
+        sizes = [relation.segments.shape[axis] for axis in beside]
+        apart = len(torch.unique(relation.segments)) == math.prod(sizes) == relation.segments.numel() == total.segments  # type: ignore[no-untyped-call]
+        if not gone < relation.axes or not apart or relation.coefficient != ONE:
+            return False
+        if any(by.two[axis] not in by.out for axis in beside):
+            return False
+        if any(numbers.shape[by.one.index(letter)] > 1 for letter in by.gone):
+            return False
+        given, segments = aligned(numbers, by.one, by.out), aligned(relation.segments, by.two, by.out)
+        of = torch.arange(total.segments).reshape(-1, *[1] * given.ndim)
+        source = torch.where(of == segments, given, 0)
+        self._include(result, self._by_entry(("by place", total.key(), source.numpy().tobytes()), source, total))
+        return True
 
     def _picks_members(self, weights: Value, by: Sum) -> bool:
         """Whether a sum over all members of a parameter, with input-dependent factors, picks some of them.
@@ -382,6 +409,8 @@ class Contractions(Algebra):
         relation = own.relation
         if relation is None or any(by.one[axis] in by.two or by.one[axis] not in by.out for axis in relation.axes):
             return None
+        if not relation.total.vanishes and not other.varies:
+            return self._weighed(relation, other, by)
         if not relation.total.vanishes:
             means, gone = other.relation, frozenset(by.two.index(letter) for letter in by.gone)
             if means is None or means.axes != gone or means.total.known != 1 or means.total.segments != 1:
@@ -392,6 +421,23 @@ class Contractions(Algebra):
         segments = aligned(relation.segments, by.one, by.out)
         coefficient = relation.coefficient.mapped(lambda t: aligned(t, by.one, by.out))
         return Relation(axes, segments, coefficient, relation.total)
+
+    def _weighed(self, relation: Relation, weights: Value, by: Sum) -> Relation | None:
+        """Return the relation of a value whose sums are one number, after a contraction along other axes with weights.
+
+        Its totals are that number times sums of weights, one for each place on the axes of the weights.
+        """
+        known, coefficient = relation.total.known, relation.coefficient
+        whole = weights.origin is not None and not self.system.partial.get(weights.origin[0])
+        if not whole or known is None or relation.total.segments > 1 or coefficient.items:
+            return None
+        kept = "".join(letter for letter in by.two if letter in by.out)
+        sizes = dict(zip(by.two, weights.shape, strict=True))
+        numbered = places([sizes[letter] for letter in kept])
+        factor = self.system.coefficient(weights).times(Coefficient(known / coefficient.factor))
+        total = Total(numbered.numel(), terms=[(factor, aligned(numbered, kept, by.two), weights.shape)])
+        axes = {by.one[axis] for axis in relation.axes} | {*kept}
+        return Relation(frozenset(by.out.index(letter) for letter in axes), aligned(numbered, kept, by.out), ONE, total)
 
     # Changes of weights.
 
