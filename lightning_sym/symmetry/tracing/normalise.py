@@ -26,6 +26,7 @@ Each function has one spelling:
 - bilinear form: ``matmul`` of two layers' outputs, one scaled; by hand one row of a layer that reads their product;
   einsum.
 - weighted mean: a product with a softmax; by hand a masked sum over a count.
+- function of one variable: linear, homogeneous, odd, even; by hand chains of elementwise operations (`chains.py`).
 - part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
 - heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
   head, stacks. If all weights have that axis, they stay stacks (docs/theory/intertwiners.md, 2.14).
@@ -49,6 +50,7 @@ from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
 from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, summed_product
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.chains import shorten_chains
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
@@ -109,6 +111,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
         pass
+    shorten_chains(rewriter)
     return capture
 
 
