@@ -265,7 +265,73 @@ SQUARES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# ---- functions of one variable
+
+
+CURVES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "tanh": {
+        "tanh": torch.tanh,
+        "exponentials": lambda h: (h.exp() - (-h).exp()) / (h.exp() + (-h).exp()),
+        "sigmoid": lambda h: 2 * torch.sigmoid(2 * h) - 1,
+        "one exponential": lambda h: 1 - 2 / (torch.exp(2 * h) + 1),
+        "expm1": lambda h: torch.expm1(2 * h) / (torch.expm1(2 * h) + 2),
+    },
+    "inverse of sinh": {
+        "asinh": torch.asinh,
+        "log": lambda h: torch.log(h + (h * h + 1).sqrt()),
+    },
+    "saturating line": {
+        "hardtanh": F.hardtanh,
+        "minimum": lambda h: torch.minimum(torch.maximum(h, torch.full_like(h, -1.0)), torch.ones_like(h)),
+        "where": lambda h: torch.where(h > 1, 1.0, torch.where(h < -1, -1.0, h)),
+        "rectifiers": lambda h: F.relu(h + 1) - F.relu(h - 1) - 1,
+        "sizes": lambda h: ((h + 1).abs() - (h - 1).abs()) / 2,
+    },
+    "angle": {
+        "atan": torch.atan,
+        "atan2": lambda h: torch.atan2(h, torch.ones_like(h)),
+        "asin": lambda h: torch.asin(h / torch.sqrt(1 + h * h)),
+    },
+    "size": {
+        "abs": torch.abs,
+        "rectifiers": lambda h: F.relu(h) + F.relu(-h),
+        "maximum": lambda h: torch.maximum(h, -h),
+    },
+    "signed square": {
+        "product": lambda h: h * h.abs(),
+        "rectifiers": lambda h: F.relu(h) ** 2 - F.relu(-h) ** 2,
+    },
+    "rectifier": {
+        "relu": F.relu,
+        "heaviside": lambda h: h * torch.heaviside(h, torch.zeros((), dtype=h.dtype)),
+        "maximum": lambda h: torch.maximum(h, torch.zeros_like(h)),
+    },
+    "wave": {
+        "cos": lambda h: torch.cos(3 * h),
+        "sin": lambda h: torch.sin(3 * h + math.pi / 2),
+        "half angle": lambda h: 1 - 2 * torch.sin(1.5 * h) ** 2,
+    },
+    "even": {
+        "silu": lambda h: F.silu(h) + F.silu(-h),
+        "tanh": lambda h: h * torch.tanh(h / 2),
+        "exponential": lambda h: h * (1 - torch.exp(-h)) / (1 + torch.exp(-h)),
+    },
+}
+CURVED = {"size": 4, "signed square": 4, "rectifier": 4}
+# What two functions of a value and its negative add up to: the value.
+LINES: dict[str, Callable[[Tensor], Tensor]] = {
+    "value": lambda h: h,
+    "relu": lambda h: F.relu(h) - F.relu(-h),
+    "gelu": lambda h: F.gelu(h) - F.gelu(-h),
+    "silu": lambda h: F.silu(h) - F.silu(-h),
+}
+
+
 FOUND: dict[str, Function] = {
+    **{f"{name}, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), CURVED.get(name, 0),
+        each(curves, lambda curve: lambda s, x: s.b(curve(s.a(x) / 3))), samples=200) for name, curves in CURVES.items()},
+    "line, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 5)}, two_inputs(6), 20,
+        each(LINES, lambda line: lambda s, x: s.b(line(s.a(x))))),
     "LSTM by hand": Function({"w": of(L, 9, 12), "o": of(L, 3, 5)}, steps(6), 0,
         each(CELLS, lambda gates: unrolled(gates, 3, -1)), samples=80),
     "LSTM of images by hand": Function({"w": of(C, 5, 8, 3, padding=1), "o": of(C, 2, 3, 2)}, films, 0,
