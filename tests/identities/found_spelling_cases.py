@@ -329,7 +329,7 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
 
 FOUND: dict[str, Function] = {
     **{f"{name}, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), CURVED.get(name, 0),
-        each(curves, lambda curve: lambda s, x: s.b(curve(s.a(x) / 3))), samples=200) for name, curves in CURVES.items()},
+        each(curves, lambda curve: lambda s, x: s.b(curve(s.a(x)))), samples=800) for name, curves in CURVES.items()},
     "line, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 5)}, two_inputs(6), 20,
         each(LINES, lambda line: lambda s, x: s.b(line(s.a(x))))),
     "LSTM by hand": Function({"w": of(L, 9, 12), "o": of(L, 3, 5)}, steps(6), 0,
