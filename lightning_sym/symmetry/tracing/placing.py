@@ -19,6 +19,7 @@ from lightning_sym.symmetry.tracing.coordinates import (
     rows_of,
     varying_axes,
 )
+from lightning_sym.symmetry.tracing.nodes import ancestors
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.trace_state import TraceState
 from lightning_sym.symmetry.tracing.values import Value
@@ -267,6 +268,9 @@ class Placing(TraceState):
             # A unit that fills the whole result keeps its axis where this is still known.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
             shape = (1,) * len(label.axes) if kept else ()
+            if not kept and label.axes and label.size == 1 and value.ndim > 2 and self._is_of_weights():
+                self.constraints.fix(label)  # as for a single parameter above: concatenated kernels
+                return None
             at = position.reshape(-1)[0]
             return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
@@ -300,6 +304,11 @@ class Placing(TraceState):
             self.constraints.restrict(label)
             self.constraints.fix_scales(label.scale)
         return self._plainest(moved)
+
+    def _is_of_weights(self) -> bool:
+        """Whether the current operation depends on parameters only."""
+        sources = {node for node in ancestors(self.node) if node.op == "placeholder"}
+        return sources <= {*self.capture.states}
 
     @staticmethod
     def _same(value: Value, axes: list[int], function: Callable[[Tensor], Tensor]) -> Ints:
