@@ -130,9 +130,10 @@ def _homogeneous(
     if exponent <= 0:
         return None
     above, below = (0.0 if abs(own) < _EXACT * abs(largest) else _plain(own) for own in (above, below))
-    wanted = torch.where(x > 0, above, below) * x.abs() ** exponent
+    factor = torch.full_like(x, below).masked_fill(x > 0, above)
+    wanted = factor * x.abs() ** exponent
     small = x.abs() * _TIMES[1]  # as finely near 0: the shape there may be another
-    close = torch.where(x > 0, above, below) * small**exponent
+    close = factor * small**exponent
     found = function(torch.where(x > 0, small, -small))
     alike = bool(((found - close).abs() <= _EXACT * close.abs().clamp(min=abs(largest)))[x.abs() <= _BOUND].all())
     return Homogeneous(above, below, float(exponent)) if equal(wanted, y) and alike else None
