@@ -75,7 +75,8 @@ class Symmetry(ElementGroup):
         elements_tried: How many random elements the self-test tried.
         nullity: Dimension of the kernel of the Jacobian of the outputs by the parameters, at generic weights, as
             `trace_symmetry` measures it; None if it was not measured, or if it is another at all weights that were
-            tried. A note names the part that the group leaves out.
+            tried. A note names the part that the group leaves out. Entries that no output depends on do not count; a
+            note names them.
         unmeasured: Why the self-test did not measure the nullity; empty if it did, or was not asked to.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.

@@ -6,6 +6,7 @@ See docs/theory/tracing.md, 8.5.
 import contextlib
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class Excess(NamedTuple):
         moved: Masks by name of entries that directions outside the tangent space move, or that no output depends on.
         names: Finds as few parameters as possible that such directions move.
         whole: Dimension of the kernel on all entries.
-        read: Mask of the entries that an output depends on. Shape (entries,).
+        read: Mask of the entries that an output depends on, at some of the weights. Shape (entries,).
         sure: Whether searches for generic weights agree; otherwise all dimensions are the least ones found.
     """
 
@@ -125,6 +126,7 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             *symmetry.notes,
             f"{idle} of {symmetry.dimension} dimensions of this group change nothing (at these sizes)",
         )
+    symmetry.notes = (*symmetry.notes, *_unread(symmetry, exact, found.read, captures))
     if found.missing:
         names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -136,6 +138,27 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
             f"{', '.join(names[:_SHOWN])}{more}",
         )
+
+
+def _unread(symmetry: Symmetry, network: nn.Module, read: Tensor, captures: Sequence[Capture]) -> list[str]:
+    """Return a note on entries that no output depends on, of parameters that other notes do not name.
+
+    Args:
+        symmetry: The symmetry, with its other notes.
+        network: The network.
+        read: Mask of the entries that an output depends on. Shape (entries,).
+        captures: The traced calls.
+    """
+    parts = dict(network.named_parameters())
+    masks = zip(parts, torch.split(read, [part.numel() for part in parts.values()]), strict=True)
+    states = [own for captured in captures for own in captured.states.items()]
+    used = {name.partition("[")[0] for node, name in states if node.users}  # of a vector in pieces, its own name
+    told = set(re.findall(r"[\w.]+", " ".join(symmetry.notes)))
+    left = {name: int((~mask).sum()) for name, mask in masks if name in used - told}
+    named = [f"{count} of {parts[name].numel()} entries of {name}" for name, count in left.items() if count]
+    more = f" and of {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    text = "no output depends on {}{} (at these sizes): the measured nullity does not count these"
+    return [text.format(", ".join(named[:_SHOWN]), more)] if named else []
 
 
 class _Batched(TorchFunctionMode):
@@ -225,7 +248,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
         while len(results) < steps and (len(results) < agreeing or len({*results}) > 1):
             found = _measured(symmetry, exact, calls, generator, more, least) or nothing
             if is_whole(found):
-                return found
+                return found._replace(read=read)
             results.append(found.whole)
             if least is None or found.whole <= min(results):
                 least, kept = found, _weights(exact)
@@ -237,7 +260,7 @@ def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], call
     if not torch.equal(best.read, read):
         exact.load_state_dict(weights, strict=False)
         best = _measured(symmetry, exact, calls, generator, more, counted=read) or best
-    return best._replace(sure=not best.missing or ends.count(best.whole) >= 2)
+    return best._replace(read=read, sure=not best.missing or ends.count(best.whole) >= 2)
 
 
 def _at_a_few(
@@ -254,6 +277,7 @@ def _at_a_few(
     """
     generator = torch.Generator().manual_seed(2)
     amounts, known = [math.inf, 0.3, 0.03], list[tuple[int, int]]()
+    read = torch.zeros(sum(weight.numel() for weight in exact.parameters()), dtype=torch.bool)
     for number in range(_DRAWS):
         while amounts:
             _draw(symmetry, exact, own, generator, amounts[0])
@@ -263,6 +287,7 @@ def _at_a_few(
         else:
             return None
         known.append((found.missing, found.nullity))
+        found = found._replace(read=read.logical_or_(found.read))
         if not found.missing and (number or bool(found.read.all())):
             return found
         if known.count(known[-1]) == agreeing:

@@ -265,7 +265,166 @@ SQUARES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# ---- loops over convolutions
+
+
+def channel_by_channel(join: Callable[[list[Tensor]], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda s, h: join([F.conv2d(h[:, k : k + 1], s.w[k : k + 1], s.c[k : k + 1]) for k in range(4)])
+
+
+CHANNELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "groups": lambda s, h: F.conv2d(h, s.w, s.c, groups=4),
+    "cat": channel_by_channel(lambda parts: torch.cat(parts, 1)),
+    "stack": channel_by_channel(lambda parts: torch.stack([part[:, 0] for part in parts], 1)),
+    "chunk": lambda s, h: torch.cat(
+        [F.conv2d(*own) for own in zip(h.chunk(4, 1), s.w.chunk(4), s.c.chunk(4), strict=True)], 1
+    ),
+}
+KERNELS_OF_MODULES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "cat": lambda own, h: torch.cat([k(h[:, at : at + 1]) for at, k in enumerate(own)], 1),
+    "groups": lambda own, h: F.conv2d(h, torch.cat([k.weight for k in own]), torch.cat([k.bias for k in own]),
+        groups=4),
+}  # fmt: skip
+# One kernel for each sample from its shares of three kernels.
+SHARES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda p, w: torch.einsum("bk,koihw->boihw", p, w),
+    "sum": lambda p, w: (p[:, :, None, None, None, None] * w).sum(1),
+    "loop": lambda p, w: sum(p[:, k, None, None, None, None] * w[k] for k in range(3)),
+}
+
+
+def shared(mix: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = F.leaky_relu(s.a(x))
+        return s.b(F.leaky_relu(kernels_of_samples(h, mix(torch.sigmoid(s.g(h.mean((2, 3)))), s.w))))
+
+    return forward
+
+
+def styled(convolve: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor, z: Tensor) -> Tensor:
+        w = s.w * s.m(z)[:, None, :, None, None]
+        w = w * (w.square().sum((2, 3, 4), keepdim=True) + 0.1).rsqrt()
+        return s.b(F.leaky_relu(convolve(F.leaky_relu(s.a(x)), w)))
+
+    return forward
+
+
+STYLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "groups": kernels_of_samples,
+    "loop": lambda x, w: torch.cat([F.conv2d(x[i : i + 1], w[i]) for i in range(len(w))]),
+    "windows": lambda x, w: torch.einsum("bchwij,bocij->bohw", x.unfold(2, 2, 1).unfold(3, 2, 1), w),
+}
+
+
+def image_and_vector(samples: int) -> tuple[Tensor, ...]:
+    return torch.randn(samples, 2, 4, 4, dtype=torch.float64), torch.randn(samples, 5, dtype=torch.float64)
+
+
+# ---- initial states of zeros
+
+
+def simple(start: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    """Return a recurrent network with a start of some kind."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h, outputs = start(s, x), []
+        for own in x.unbind(1):
+            h = torch.tanh(s.i(own) + s.h(h))
+            outputs.append(h)
+        return s.o(torch.stack(outputs, 1))
+
+    return forward
+
+
+STARTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "zeros": lambda s, x: x.new_zeros(len(x), 3),
+    "product": lambda s, x: x[:, 0, :3] * 0,
+    "product of units": lambda s, x: 0 * s.i(x[:, 0]),
+    "difference": lambda s, x: x[:, 0, :3] - x[:, 0, :3],
+    "matrix": lambda s, x: x[:, 0] @ x.new_zeros(6, 3),
+}
+
+
+# ---- functions of one variable
+
+
+CURVES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "tanh": {
+        "tanh": torch.tanh,
+        "exponentials": lambda h: (h.exp() - (-h).exp()) / (h.exp() + (-h).exp()),
+        "sigmoid": lambda h: 2 * torch.sigmoid(2 * h) - 1,
+        "one exponential": lambda h: 1 - 2 / (torch.exp(2 * h) + 1),
+        "expm1": lambda h: torch.expm1(2 * h) / (torch.expm1(2 * h) + 2),
+    },
+    "inverse of sinh": {
+        "asinh": torch.asinh,
+        "log": lambda h: torch.log(h + (h * h + 1).sqrt()),
+    },
+    "saturating line": {
+        "hardtanh": F.hardtanh,
+        "minimum": lambda h: torch.minimum(torch.maximum(h, torch.full_like(h, -1.0)), torch.ones_like(h)),
+        "where": lambda h: torch.where(h > 1, 1.0, torch.where(h < -1, -1.0, h)),
+        "rectifiers": lambda h: F.relu(h + 1) - F.relu(h - 1) - 1,
+        "sizes": lambda h: ((h + 1).abs() - (h - 1).abs()) / 2,
+    },
+    "angle": {
+        "atan": torch.atan,
+        "atan2": lambda h: torch.atan2(h, torch.ones_like(h)),
+        "asin": lambda h: torch.asin(h / torch.sqrt(1 + h * h)),
+    },
+    "size": {
+        "abs": torch.abs,
+        "rectifiers": lambda h: F.relu(h) + F.relu(-h),
+        "maximum": lambda h: torch.maximum(h, -h),
+    },
+    "signed square": {
+        "product": lambda h: h * h.abs(),
+        "rectifiers": lambda h: F.relu(h) ** 2 - F.relu(-h) ** 2,
+    },
+    "rectifier": {
+        "relu": F.relu,
+        "heaviside": lambda h: h * torch.heaviside(h, torch.zeros((), dtype=h.dtype)),
+        "maximum": lambda h: torch.maximum(h, torch.zeros_like(h)),
+    },
+    "wave": {
+        "cos": lambda h: torch.cos(3 * h),
+        "sin": lambda h: torch.sin(3 * h + math.pi / 2),
+        "half angle": lambda h: 1 - 2 * torch.sin(1.5 * h) ** 2,
+    },
+    "even": {
+        "silu": lambda h: F.silu(h) + F.silu(-h),
+        "tanh": lambda h: h * torch.tanh(h / 2),
+        "exponential": lambda h: h * (1 - torch.exp(-h)) / (1 + torch.exp(-h)),
+    },
+}
+CURVED = {"size": 4, "signed square": 4, "rectifier": 4}
+# What two functions of a value and its negative add up to: the value.
+LINES: dict[str, Callable[[Tensor], Tensor]] = {
+    "value": lambda h: h,
+    "relu": lambda h: F.relu(h) - F.relu(-h),
+    "gelu": lambda h: F.gelu(h) - F.gelu(-h),
+    "silu": lambda h: F.silu(h) - F.silu(-h),
+}
+
+
 FOUND: dict[str, Function] = {
+    **{f"{name}, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), CURVED.get(name, 0),
+        each(curves, lambda curve: lambda s, x: s.b(curve(s.a(x)))), samples=800) for name, curves in CURVES.items()},
+    "channel by channel": Function({"a": of(C, 2, 4, 2), "w": parameter(4, 1, 2, 2), "c": parameter(4),
+        "b": of(C, 4, 3, 1)}, images(2, 5), 8,
+        each(CHANNELS, lambda own: lambda s, x: s.b(F.relu(own(s, F.relu(s.a(x)))))), samples=60),
+    "shares of kernels": Function({"a": of(C, 2, 3, 2), "g": of(L, 3, 3), "w": parameter(3, 4, 3, 2, 2),
+        "b": of(C, 4, 3, 1)}, images(2, 4), 7, each(SHARES, shared), samples=200),
+    "kernels by style": Function({"a": of(C, 2, 3, 2), "m": of(L, 5, 3), "w": parameter(4, 3, 2, 2),
+        "b": of(C, 4, 3, 1)}, image_and_vector, 4, each(STYLES, styled), samples=150),
+    "start of zeros": Function({"i": of(L, 6, 3), "h": of(L, 3, 3), "o": of(L, 3, 5)}, steps(6), 3,
+        each(STARTS, simple), samples=80),
+    "kernels side by side": Function({"a": of(C, 2, 4, 2), **{f"k{at}": of(C, 1, 1, 2) for at in range(4)},
+        "b": of(C, 4, 3, 1)}, images(2, 5), 8, each(KERNELS_OF_MODULES,
+        lambda own: lambda s, x: s.b(F.relu(own([s.k0, s.k1, s.k2, s.k3], F.relu(s.a(x)))))), samples=60),
+    "line, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 5)}, two_inputs(6), 20,
+        each(LINES, lambda line: lambda s, x: s.b(line(s.a(x))))),
     "LSTM by hand": Function({"w": of(L, 9, 12), "o": of(L, 3, 5)}, steps(6), 0,
         each(CELLS, lambda gates: unrolled(gates, 3, -1)), samples=80),
     "LSTM of images by hand": Function({"w": of(C, 5, 8, 3, padding=1), "o": of(C, 2, 3, 2)}, films, 0,

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, source_of
 from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
-from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
@@ -23,7 +23,9 @@ _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 _AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, merging the branches has no benefit.
-_TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", "matmul", *_SUMS}
+_CONVOLUTIONS = {name for name in operations(Trait.CONVOLVE) if "transpose" not in name}
+_TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", "matmul", *_CONVOLUTIONS, *_SUMS}
+_MIXED = {"weights", "inputs"}
 
 
 class _Lifted(NamedTuple):
@@ -185,11 +187,48 @@ class _Branches:
         if len(shapes) > 1 or not any(arg.along for arg in args):
             return None
         lifted = self._expert(first, args) if name == "linear" else None
-        lifted = lifted or _lifted(r, first, name, args)
+        lifted = self._convolution(first, args) if name in _CONVOLUTIONS else lifted or _lifted(r, first, name, args)
+        if lifted is not None and name == "mul" and {r.made_of(arg.node) for arg in args if arg.along} == _MIXED:
+            self.experts.add(lifted)  # the weights of experts, times their shares
         if lifted is not None and any(arg.node in self.experts for arg in args if isinstance(arg.node, fx.Node)):
             self.experts.add(lifted)
         self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
         return None if lifted is None else _Lifted(lifted, True)
+
+    def _convolution(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
+        """Return a convolution whose groups are the branches, or whose samples are if all branches share the kernel."""
+        r, (value, weight, *rest) = self.r, args
+        bias, options = (rest[0] if rest else _Lifted(None, False)), [arg.node for arg in rest[1:]]
+        shape, channel = r.shape(node), len(r.shape(node)) - 1 - spatial_axes_of(r.name(node))
+        if any(arg.along for arg in rest[1:]) or node.kwargs or channel != 1 or not (value.along or weight.along):
+            return None
+        if not weight.along:
+            if bias.along:
+                return None
+            count, *sizes = r.shape(value.node)
+            flat = reshaped(r, value.node, [count * sizes[0], *sizes[1:]])
+            result = r.insert(node.target, flat, weight.node, bias.node, *options)
+            return reshaped(r, result, [count, *shape])
+        count, *kernel = r.shape(weight.node)
+        if bias.node is not None and not bias.along:
+            return None
+        held = reshaped(r, weight.node, [count * kernel[0], *kernel[1:]])
+        added = None if bias.node is None else reshaped(r, bias.node, [count * kernel[0]])
+        if value.along:
+            _, *sizes = r.shape(value.node)
+            moved = r.insert(aten.movedim.int, value.node, 0, 1)
+            flat = reshaped(r, moved, [sizes[0], count * sizes[1], *sizes[2:]])
+            axes = len(shape) - 2
+            standard: list[Any] = [[1] * axes, [0] * axes, [1] * axes, 1]  # stride, padding, dilation, groups
+            options = [*options, *standard[len(options) :]]
+            options[3] *= count
+        else:
+            flat = value.node
+        result = r.insert(node.target, flat, held, added, *options)
+        result = r.insert(aten.movedim.int, reshaped(r, result, [shape[0], count, *shape[1:]]), 1, 0)
+        if not value.along:
+            self.experts.add(result)
+        return result
 
     def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
         """Return a layer with separate weights per branch, on a common value or on outputs of such layers."""

@@ -61,6 +61,8 @@ def _holds(kind: torch.dtype, count: int) -> bool:
 def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
     """Apply powers that are not finite everywhere; finite ones can be measured."""
     exponent = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1}.get(trace.operation.removesuffix("_"), exponent)
+    if isinstance(value, (int, float)) and isinstance(exponent, Value):
+        return _exponential(trace, exponent)
     if not isinstance(value, Value) or not isinstance(exponent, (int, float)):
         assert isinstance(trace.node.target, torch._ops.OpOverload)
         return pointwise(out_of_place(trace.node.target), trace, value, exponent)
@@ -75,6 +77,10 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
 @register_rule("aten::exp", "aten::exp2")
 def _exponential(trace: Trace, value: Value) -> Value:
     passed = trace.permutations_only(value)
+    if value.state is not None:  # a gain that is always positive
+        reason = f"makes factors of {value.state}, which could absorb scales by adding their logarithms"
+        with trace.constraints.explain(f"{trace.where}: {reason}"):
+            return without_scale(trace, passed)
     if not _has_bias(trace.node.all_input_nodes[0]):
         return passed
     with trace.constraints.explain(f"{trace.where}: makes factors of what biases add, which scales could undo"):

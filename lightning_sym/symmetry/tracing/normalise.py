@@ -26,6 +26,7 @@ Each function has one spelling:
 - bilinear form: ``matmul`` of two layers' outputs, one scaled; by hand one row of a layer that reads their product;
   einsum.
 - weighted mean: a product with a softmax; by hand a masked sum over a count.
+- function of one variable: linear, homogeneous, odd, even; by hand chains of elementwise operations (`chains.py`).
 - part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
 - heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
   head, stacks. Weights multiplied member by member (experts) stay stacks (docs/theory/intertwiners.md, 2.14).
@@ -50,6 +51,7 @@ from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
 from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, summed_product
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.chains import shorten_chains
 from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
@@ -118,6 +120,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
         pass
+    shorten_chains(rewriter)
     return capture
 
 
@@ -253,8 +256,23 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite products with zeros and differences of equal values as zeros, as in an initial state ``0 * x``."""
+    if len(node.args) != 2 or node.kwargs or not node.meta["val"].is_floating_point():
+        return None
+    one, two = node.args
+    if r.name(node) == "mul":  # a gate times a state of zeros stays, as it reads the gate's weights
+        zero = any(r.number(own) == 0 and not r.shape(own) for own in (one, two))
+    else:
+        zero = one is two if r.name(node) == "sub" else 0 in (r.number(one), r.number(two))
+    if not zero or r.made_of(node) == "constants":
+        return None
+    kind = node.meta["val"].dtype
+    return r.insert(aten.full.default, list(r.shape(node)), 0.0, dtype=kind, device=node.meta["val"].device)
+
+
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_scaled_sum, _neutral, squared_distances, gathered):
+    for rewrite in (_zeros, _scaled_sum, _neutral, squared_distances, gathered):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -262,7 +280,7 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite products with 1, negated weights or reciprocals, and sums times the reciprocal of their length."""
-    if (same := _neutral(r, node) or _mean(r, node)) is not None:
+    if (same := _zeros(r, node) or _neutral(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
         if isinstance(one, fx.Node) and (divisor := _inverted(r, two, node)) is not None:
@@ -401,6 +419,15 @@ def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return permuted(r, rows, order)
 
 
+def _of_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the product with a matrix of zeros as zeros."""
+    return _zeros(r, node) if argument(node, 2, "bias") is None and len(node.args) == 2 else None
+
+
+def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    return _zeros(r, node) or matmul(r, node)
+
+
 # Biases.
 
 
@@ -416,7 +443,7 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
     of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, taken_apart) * is_plain
-    of_layers = (_one_hot, outer_product, layers_of_parts, taken_apart, bilinear_row)
+    of_layers = (_of_zeros, _one_hot, outer_product, layers_of_parts, taken_apart, bilinear_row)
     for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
             return rewritten
@@ -583,7 +610,7 @@ _FOLDS = {
 }
 _SUMS = (_scaled_sum, _neutral, squared_distances, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), matmul),
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
     **dict.fromkeys(_FOLDS, _total),

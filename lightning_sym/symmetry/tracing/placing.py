@@ -19,12 +19,14 @@ from lightning_sym.symmetry.tracing.coordinates import (
     rows_of,
     varying_axes,
 )
+from lightning_sym.symmetry.tracing.nodes import ancestors
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.trace_state import TraceState
 from lightning_sym.symmetry.tracing.values import Value
 
 ALONG = "acts along an axis on which units live"
 _MOST = 2**16  # maximal elements of a matrix with one unit per element
+_MULTIPLY = {"linear", "matmul", "einsum", "conv1d", "conv2d", "conv3d"}
 
 
 def _share_axes(labels: Sequence[Label]) -> bool:
@@ -212,7 +214,7 @@ class Placing(TraceState):
         nodes = [self.node]
         while len(nodes) == 1 and name_of(nodes[0]) in operations(Trait.MOVE):
             nodes = list(nodes[0].users)
-        return bool(nodes) and all(name_of(node) in ("linear", "matmul", "einsum") for node in nodes)
+        return bool(nodes) and all(name_of(node) in _MULTIPLY for node in nodes)
 
     def disjoint(self, value: Value) -> Value:
         """Keep only the label with the most units on each axis, and fix the others."""
@@ -267,6 +269,9 @@ class Placing(TraceState):
             # A unit that fills the whole result keeps its axis where this is still known.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
             shape = (1,) * len(label.axes) if kept else ()
+            if not kept and label.axes and label.size == 1 and value.ndim > 2 and self._is_of_weights():
+                self.constraints.fix(label)  # as for a single parameter above: concatenated kernels
+                return None
             at = position.reshape(-1)[0]
             return label.moved(label.axes if kept else (), lambda array: np.reshape(array.reshape(-1)[at], shape))
         moved = label.moved(tuple(axes), lambda array: array.reshape(-1)[position])
@@ -300,6 +305,11 @@ class Placing(TraceState):
             self.constraints.restrict(label)
             self.constraints.fix_scales(label.scale)
         return self._plainest(moved)
+
+    def _is_of_weights(self) -> bool:
+        """Whether the current operation depends on parameters only."""
+        sources = {node for node in ancestors(self.node) if node.op == "placeholder"}
+        return sources <= {*self.capture.states}
 
     @staticmethod
     def _same(value: Value, axes: list[int], function: Callable[[Tensor], Tensor]) -> Ints:

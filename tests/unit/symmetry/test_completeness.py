@@ -48,6 +48,16 @@ WHOLE: dict[str, tuple[int, tuple[int, ...], Callable[..., Any], dict[str, Any]]
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("columns", [5, 100])  # 5: weights are searched
+def test_entries_that_no_output_depends_on_are_named(columns: int) -> None:
+    read = torch.tensor([0.0, 1, 0, 1, 0, 1], dtype=torch.float64)[:, None]
+    parts = {"a": of(L, 9, 6), "w": parameter(6, columns)}
+    symmetry = trace_symmetry(network(lambda s, x: torch.tanh(s.a(x)) @ (s.w * read), **parts), vectors(2, 9))
+    (note,) = (note for note in symmetry.notes if "no output depends on" in note)
+    assert f"{3 * columns} of {6 * columns} entries of w" in note
+    assert "27 of 54 entries of a.weight" in note
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_group_is_said_to_be_whole(name: str) -> None:
     nullity, shape, function, parts = WHOLE[name]
