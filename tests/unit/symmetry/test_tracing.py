@@ -237,6 +237,15 @@ def test_parametrised_weights(wrap: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_an_empty_part_of_members_does_not_disturb() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        members = torch.einsum("bd,kde->kbe", x, s.members)
+        return s.last(torch.relu(members[:4]).sum(0) + members[4:].sum(0).tanh())
+
+    network = Program(forward, {"members": nn.Parameter(torch.randn(4, 5, 6)), "last": nn.Linear(6, 3)})
+    assert trace_symmetry(network.double(), torch.randn(2, 5, dtype=torch.float64)).log10_permutations > 0  # of members
+
+
 def test_removed_parametrisations_do_not_disturb() -> None:
     network = mlp()
     parametrizations.spectral_norm(network[0])
