@@ -289,7 +289,7 @@ def _axes_after(
         own, other = terms if given[0] is value else terms[::-1]
         several, unit = [own[axis] for axis in members], own[units]
         if unit not in out:
-            # Several heads of queries may read the same keys, at other places. At the same place, it is a bilinear form.
+            # Several heads of queries may read the same keys, of other places; of the same, it is a bilinear form.
             read = given[given[0] is value]
             places = [letter for letter, size in zip(other, r.shape(read), strict=True) if size > 1]
             shared = r.made_of(read) == "inputs" and not {*places} & {*out} <= {*own}
