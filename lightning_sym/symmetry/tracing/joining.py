@@ -141,8 +141,8 @@ class Joining(Placing):
         return self._jointly(value, lambda tensor: tensor, [axes]) or value
 
     def _is_multiplied_again(self) -> bool:
-        """Whether a matrix of parameters multiplies the current result behind elementwise functions and layers."""
-        passed = operations(Trait.POINTWISE | Trait.MOVE | Trait.CAST | Trait.JOIN | Trait.CONTRACT)
+        """Whether a matrix of parameters multiplies the current result behind elementwise functions."""
+        passed = operations(Trait.POINTWISE | Trait.MOVE | Trait.CAST | Trait.JOIN)
         left, parameters = [self.node], {*self.capture.states}
         for node in left:
             for user in node.users:
