@@ -246,6 +246,18 @@ def test_an_empty_part_of_members_does_not_disturb() -> None:
     assert trace_symmetry(network.double(), torch.randn(2, 5, dtype=torch.float64)).log10_permutations > 0  # of members
 
 
+def test_the_same_gains_of_members_behind_two_layers() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        first = torch.relu(s.first(x)[..., None, :] * s.gains)
+        return s.last(torch.relu(s.second(first) * s.gains)).sum(-2)
+
+    parts = {"first": nn.Linear(9, 5), "gains": nn.Parameter(torch.randn(3, 5)), "second": nn.Linear(5, 5)}
+    network = Program(forward, parts | {"last": nn.Linear(5, 4)}).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 9, dtype=torch.float64))
+    assert symmetry.dimension == symmetry.nullity
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(5) * math.factorial(3)))
+
+
 def test_removed_parametrisations_do_not_disturb() -> None:
     network = mlp()
     parametrizations.spectral_norm(network[0])
