@@ -576,6 +576,9 @@ FURTHER: dict[str, Function] = {
         each(BAGS, lambda how: lambda s, i: s.b(how(i, s.e.weight))), samples=100),
     "bilinear": Function({"a": of(L, 8, 4), "c": of(L, 8, 4), "m": of(nn.Bilinear, 4, 4, 5)}, two_equal_sequences, 32,
         each(BILINEAR, lambda how: lambda s, x, y: how(s.a(x), s.c(y), s.m.weight, s.m.bias)), samples=60),
+    "bilinear, rectified": Function(
+        {"a": of(L, 8, 4), "c": of(L, 8, 4), "m": of(nn.Bilinear, 4, 4, 6), "b": of(L, 6, 5)}, two_equal_sequences, 38,
+        each(BILINEAR, lambda how: lambda s, x, y: s.b(how(s.a(x), s.c(y), s.m.weight, s.m.bias).relu())), samples=80),
     "product of three": Function({"u": parameter(8, 4), "v": parameter(4, 6)}, steps(8), 16, THREE),
     "three linear layers": Function({"a": of(L, 8, 5), "m": of(L, 5, 5, bias=False), "b": of(L, 5, 7)}, steps(8), 55,
         {"linear": lambda s, x: s.b(s.m(s.a(x))), "matmul": lambda s, x: s.b(s.a(x) @ s.m.weight.T)}),

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from helpers import of, parameter
-from spelling_cases import Function, Spelled, each
+from spelling_cases import Function, Spelled, each, steps
 from torch import Tensor, nn
+from torch.nn.functional import leaky_relu as leaky
 
 L = nn.Linear
 
@@ -23,6 +24,12 @@ MEMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "expanded": lambda s, x: s.b(torch.relu(s.a(x)[:, None].expand(-1, 3, -1) * s.r[None]) * s.t[None]) * s.u,
     "matmul": lambda s, x: ((torch.relu(s.a(x)[:, None] * s.r) * s.t) @ s.b.weight.T + s.b.bias) * s.u,
     "einsum": lambda s, x: s.b(torch.einsum("bmi,mi->bmi", torch.relu(s.a(x)[:, None] * s.r), s.t)) * s.u,
+}
+
+# The same gains behind two layers.
+TWICE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "broadcast": lambda s, x: s.o(leaky(s.b(leaky(s.a(x)[..., None, :] * s.r)) * s.r)).sum(-2),
+    "matmul": lambda s, x: s.o(leaky((leaky(s.r * s.a(x)[..., None, :]) @ s.b.weight.T + s.b.bias) * s.r)).sum(-2),
 }
 
 # ---- a factorisation machine
@@ -63,5 +70,7 @@ PUBLISHED: dict[str, Function] = {
         each(POOLED, lambda pool: lambda s, x, y: s.o(pool(s.a(x), s.b(y)))), samples=80),
     "members with gains": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "t": parameter(3, 5), "b": of(L, 5, 4),
         "u": parameter(3, 4)}, vectors, 29, each(MEMBERS, lambda layer: layer)),
+    "a layer between gains of members": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "b": of(L, 5, 5),
+        "o": of(L, 5, 4)}, steps(6), 15, each(TWICE, lambda layer: layer)),
     "factorisation machine": Function({"v": parameter(6, 3), "l": of(L, 6, 1)}, vectors, 3, each(SECOND, machine)),
 }  # fmt: skip

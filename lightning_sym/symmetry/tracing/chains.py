@@ -21,8 +21,10 @@ from lightning_sym.symmetry.tracing.running import NOT_ON_NUMBERS, Constants, St
 aten = torch.ops.aten
 
 _MOST_NODES = 24  # of a chain
-# Grid: dense up to 10, then sparse. Larger rounding errors are allowed beyond the bound, where cancellations grow.
-_EXACT, _ROUGH, _BOUND, _REACH = 1e-11, 1e-3, 100.0, 1e6
+# What a coarse grid shows, a fine one must confirm: near 0, numbers of equal distance; elsewhere, of equal ratio.
+_COARSE, _FINE = (101, 145), (4001, 10001)
+# Larger rounding errors are allowed beyond the bound, where cancellations grow.
+_EXACT, _ROUGH, _BOUND = 1e-11, 1e-3, 100.0
 _TIMES = (2.0, 1 / math.pi)
 _STEP = 0.1  # of the second difference that determines a frequency
 _CASTS = operations(Trait.CAST) | {"positive"}
@@ -69,10 +71,14 @@ def shorten_chains(rewriter: Rewriter) -> int:
 
 
 @functools.cache
-def _grid() -> Tensor:
-    """Return both signs of numbers from 1e-3 to 1e6, and 0, in an order that the opposite signs reverse."""
-    near = torch.linspace(0.0123, 10.0, 101, dtype=torch.float64)
-    wide = torch.logspace(-3, 6, 145, dtype=torch.float64)
+def _grid(counts: tuple[int, int]) -> Tensor:
+    """Return both signs of numbers from 1e-3 to 1e6, and 0, in an order that the opposite signs reverse.
+
+    Args:
+        counts: Of the numbers up to 10, and of all sizes.
+    """
+    near = torch.linspace(0.0123, 10.0, counts[0], dtype=torch.float64)
+    wide = torch.logspace(-3, 6, counts[1], dtype=torch.float64)
     half = torch.cat([torch.zeros(1, dtype=torch.float64), near, wide])
     return torch.cat([-half.flip(0), half])
 
@@ -88,7 +94,12 @@ def measured_chain(function: Callable[[Tensor], Tensor], *, waves: bool = False)
         The first that holds: homogeneous, a sine or cosine, odd or even, with f(-x) = c - f(x) (and c); else None.
         Homogeneous functions of degree 1 with opposite slopes are linear.
     """
-    x = _grid()
+    if _measured_at(_grid(_COARSE), function, waves=waves) is None:
+        return None
+    return _measured_at(_grid(_FINE), function, waves=waves)
+
+
+def _measured_at(x: Tensor, function: Callable[[Tensor], Tensor], *, waves: bool) -> Found | None:
     y = function(x)
     usual = x.abs() <= 2
     if y.shape != x.shape or y.dtype != torch.float64 or not bool(y[usual].isfinite().all()):

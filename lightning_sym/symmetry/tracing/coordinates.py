@@ -22,9 +22,9 @@ def coordinates(shape: tuple[int, ...], axes: Sequence[int]) -> Tensor:
 
 
 def core(moved: Tensor) -> Tensor:
-    """Reduce axes with stride 0 to size 1."""
+    """Reduce axes with stride 0 to size 1, unless they are empty."""
     for axis, stride in enumerate(moved.stride()):
-        if stride == 0:
+        if stride == 0 and moved.shape[axis]:
             moved = moved.narrow(axis, 0, 1)
     return moved
 

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import fx
 
 from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Label, counted
 from lightning_sym.symmetry.tracing.coordinates import moved_coordinates, numbered_rows, rows_of, varies
+from lightning_sym.symmetry.tracing.nodes import shape_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing
 from lightning_sym.symmetry.tracing.values import Value
@@ -141,20 +143,24 @@ class Joining(Placing):
         return self._jointly(value, lambda tensor: tensor, [axes]) or value
 
     def _is_multiplied_again(self) -> bool:
-        """Whether a matrix of parameters multiplies the current result behind elementwise functions and layers."""
-        passed = operations(Trait.POINTWISE | Trait.MOVE | Trait.CAST | Trait.JOIN | Trait.CONTRACT)
-        left, parameters = [self.node], {*self.capture.states}
+        """Whether another matrix of parameters multiplies the current result behind elementwise functions."""
+        passed = operations(Trait.POINTWISE | Trait.MOVE | Trait.CAST | Trait.JOIN)
+        left, own = [self.node], {self._parameter_behind(given) for given in self.node.all_input_nodes}
         for node in left:
             for user in node.users:
-                others = [each for each in user.all_input_nodes if each is not node]
-                if name_of(user) in operations(Trait.PRODUCT):
-                    while others and name_of(others[0]) in operations(Trait.MOVE):
-                        others = others[0].all_input_nodes
-                    if others and others[0] in parameters and sum(n > 1 for n in others[0].meta["val"].shape) > 1:
+                if name_of(user) in operations(Trait.PRODUCT) and shape_of(user) == shape_of(node):
+                    others = {self._parameter_behind(each) for each in user.all_input_nodes if each is not node}
+                    if any(sum(size > 1 for size in shape_of(other) or ()) > 1 for other in others - own - {None}):
                         return True
                 if name_of(user) in passed and user not in left:
                     left.append(user)
         return False
+
+    def _parameter_behind(self, node: fx.Node) -> fx.Node | None:
+        """Return the parameter of which a node shows the elements, if there is one."""
+        while name_of(node) in operations(Trait.MOVE) and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return node if node in self.capture.states else None
 
     def _repeated(self, label: Label, partner: Label, value: Value, rank: int) -> Label | None:
         """Return the original units of a factor that repeats one number for several units; None for other factors.

@@ -26,7 +26,6 @@ from lightning_sym.symmetry.tracing.values import Value
 
 ALONG = "acts along an axis on which units live"
 _MOST = 2**16  # maximal elements of a matrix with one unit per element
-_MULTIPLY = {"linear", "matmul", "einsum", "conv1d", "conv2d", "conv3d"}
 
 
 def _share_axes(labels: Sequence[Label]) -> bool:
@@ -214,7 +213,7 @@ class Placing(TraceState):
         nodes = [self.node]
         while len(nodes) == 1 and name_of(nodes[0]) in operations(Trait.MOVE):
             nodes = list(nodes[0].users)
-        return bool(nodes) and all(name_of(node) in _MULTIPLY for node in nodes)
+        return bool(nodes) and all(name_of(node) in operations(Trait.CONTRACT) for node in nodes)
 
     def disjoint(self, value: Value) -> Value:
         """Keep only the label with the most units on each axis, and fix the others."""

@@ -29,6 +29,9 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "almost odd": lambda x: torch.tanh(x) + 1e-9 * x.square(),
     "two frequencies, shifted": lambda x: torch.sin(x + 0.3) + torch.sin(2 * x),
     "constant": lambda x: x - x + 1,
+    "line with a bump near 51": lambda x: x + F.relu(x - 50) - 2 * F.relu(x - 51) + F.relu(x - 52),
+    "rectifier with a narrow bump": lambda x: F.relu(x) + F.relu(0.03 - (x - 7.35).abs()),
+    "even with a bump far away": lambda x: x.abs() + F.relu(3e3 - (x - 5.1e5).abs()),
     "not finite": lambda x: x.log(),
 }
 

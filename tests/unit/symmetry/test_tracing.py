@@ -237,6 +237,27 @@ def test_parametrised_weights(wrap: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_an_empty_part_of_members_does_not_disturb() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        members = torch.einsum("bd,kde->kbe", x, s.members)
+        return s.last(torch.relu(members[:4]).sum(0) + members[4:].sum(0).tanh())
+
+    network = Program(forward, {"members": nn.Parameter(torch.randn(4, 5, 6)), "last": nn.Linear(6, 3)})
+    assert trace_symmetry(network.double(), torch.randn(2, 5, dtype=torch.float64)).log10_permutations > 0  # of members
+
+
+def test_the_same_gains_of_members_behind_two_layers() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        first = torch.relu(s.first(x)[..., None, :] * s.gains)
+        return s.last(torch.relu(s.second(first) * s.gains)).sum(-2)
+
+    parts = {"first": nn.Linear(9, 5), "gains": nn.Parameter(torch.randn(3, 5)), "second": nn.Linear(5, 5)}
+    network = Program(forward, parts | {"last": nn.Linear(5, 4)}).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 9, dtype=torch.float64))
+    assert symmetry.dimension == symmetry.nullity
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(5) * math.factorial(3)))
+
+
 def test_removed_parametrisations_do_not_disturb() -> None:
     network = mlp()
     parametrizations.spectral_norm(network[0])
@@ -408,7 +429,8 @@ def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
     network = program(lambda s, x: s.c(torch.relu(s.b(torch.linalg.qr(s.a(x)).Q))), a=L(5, 4), b=L(2, 6), c=L(6, 3))
     symmetry = trace_symmetry(network, X)
     assert [(g.size, g.kind) for g in symmetry.groups if g.movable] == [(6, "permutation + scale")]
-    note, nullity = symmetry.notes
+    note, unread, nullity = symmetry.notes
+    assert unread.startswith("no output depends on")  # the matrix Q has the first columns' directions only
     assert nullity.endswith("which move a.weight, a.bias")
     assert "linalg_qr" in note
     assert "no rule for this operation" in note
