@@ -126,7 +126,11 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             *symmetry.notes,
             f"{idle} of {symmetry.dimension} dimensions of this group change nothing (at these sizes)",
         )
-    symmetry.notes = (*symmetry.notes, *_unread(symmetry, exact, found.read, captures))
+    if not bool(found.read.all()):
+        with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=True):
+            warnings.simplefilter("ignore")
+            read = found.read | _read_at_some(symmetry, exact, network.state_dict(), calls)
+        symmetry.notes = (*symmetry.notes, *_unread(symmetry, exact, read, captures))
     if found.missing:
         names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -138,6 +142,20 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
             f"{', '.join(names[:_SHOWN])}{more}",
         )
+
+
+def _read_at_some(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Tensor:
+    """Return a mask of the entries that an output depends on at some weights, with leaky rectifiers: none are dead."""
+    generator, read = (
+        torch.Generator().manual_seed(3),
+        torch.zeros(sum(weight.numel() for weight in exact.parameters()), dtype=torch.bool),
+    )
+    for amount in (math.inf, 0.3, math.inf, 0.03):
+        _draw(symmetry, exact, own, generator, amount)
+        for call in _further(exact, calls, generator):
+            with contextlib.suppress(Exception):  # as in `measure`
+                read |= (_rows(exact, call, 1, generator).nan_to_num(0.0) != 0).any(0)
+    return read
 
 
 def _unread(symmetry: Symmetry, network: nn.Module, read: Tensor, captures: Sequence[Capture]) -> list[str]:

@@ -50,7 +50,9 @@ def _beside_rest(r: Rewriter, node: fx.Node, source: Any, held: Any, shown: Tens
         base = base.args[0]
     if not isinstance(base, fx.Node) or r.made_of(base) != "inputs" or shown.ndim != len(shape):
         return None
-    if r.name(source) not in operations(Trait.JOIN):  # only what is added to
+    # Only what is added to; sums of two products turn planes, as rotary positions do.
+    turned = isinstance(source, fx.Node) and all(r.name(own) == "mul" for own in source.all_input_nodes)
+    if r.name(source) not in operations(Trait.JOIN) or turned:
         return None
     wanted = torch.arange(math.prod(shape)).reshape(shape)
     for axis in sorted(unit_axes(r, base)):

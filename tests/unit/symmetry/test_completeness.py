@@ -128,6 +128,23 @@ def test_what_is_not_measured_is_none() -> None:
     assert trace_symmetry(written, inputs).nullity is None
 
 
+def test_units_that_are_dead_at_the_tested_weights_are_read() -> None:
+    """Gates of channels and places: at the weights that explain everything, a unit of the first gate is dead."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        x = torch.relu(s.a(x))
+        gate = [s.g(torch.relu(s.f(pooled))) for pooled in (x.mean((2, 3)), x.amax((2, 3)))]
+        x = x * torch.sigmoid(sum(gate))[:, :, None, None]
+        places = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)
+        return s.o((x * torch.sigmoid(s.p(places))).mean((2, 3)))
+
+    torch.manual_seed(0)
+    parts = {"a": of(nn.Conv2d, 3, 6, 3, padding=1), "f": of(L, 6, 3), "g": of(L, 3, 6),
+        "p": of(nn.Conv2d, 2, 1, 3, padding=1), "o": of(L, 6, 3)}  # fmt: skip
+    symmetry = trace_symmetry(network(forward, **parts), vectors(2, 3, 8, 8))
+    assert (symmetry.nullity, symmetry.notes) == (4, ())
+
+
 def test_mask_values_of_the_precision_at_hand_may_lack_a_type() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         scores = s.q(x) @ s.k(x).mT
