@@ -289,10 +289,11 @@ def _axes_after(
         own, other = terms if given[0] is value else terms[::-1]
         several, unit = [own[axis] for axis in members], own[units]
         if unit not in out:
-            # Several heads of queries may read the same keys, of other places; of the same, it is a bilinear form.
+            # Several heads of queries may read the same keys, of other places; of the same, it is a bilinear form, and
+            # sums over further axes read kernels.
             read = given[given[0] is value]
-            places = [letter for letter, size in zip(other, r.shape(read), strict=True) if size > 1]
-            shared = r.made_of(read) == "inputs" and not {*places} & {*out} <= {*own}
+            places = {letter for letter, size in zip(other, r.shape(read), strict=True) if size > 1} & {*out}
+            shared = r.made_of(read) == "inputs" and not places <= {*own} and {*own} - {*out} == {unit}
             return () if shared or all(member not in out or member in other for member in several) else None
         kept = all(member in out for member in several)
         return (frozenset(out.index(member) for member in several), out.index(unit)) if kept else None

@@ -140,7 +140,10 @@ class Joining(Placing):
         if not self._is_multiplied_again():
             return value
         axes = [axis for own in value.labels for axis in own.axes]
-        return self._jointly(value, lambda tensor: tensor, [axes]) or value
+        found = self._jointly(value, lambda tensor: tensor, [axes])
+        if found is not None:
+            self.note("each entry of the matrix has a scale; permutations of whole rows or columns may be missing")
+        return found or value
 
     def _is_multiplied_again(self) -> bool:
         """Whether another matrix of parameters multiplies the current result behind elementwise functions."""

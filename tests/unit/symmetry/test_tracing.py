@@ -236,7 +236,6 @@ def test_parametrised_weights(wrap: Any) -> None:
     assert_refused(trace_symmetry, network, X, says=("2 has", "remove"))
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 def test_an_empty_part_of_members_does_not_disturb() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         members = torch.einsum("bd,kde->kbe", x, s.members)
@@ -258,6 +257,7 @@ def test_the_same_gains_of_members_behind_two_layers() -> None:
     assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(5) * math.factorial(3)))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 def test_removed_parametrisations_do_not_disturb() -> None:
     network = mlp()
     parametrizations.spectral_norm(network[0])
