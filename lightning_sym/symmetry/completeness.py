@@ -315,7 +315,7 @@ def _at_a_few(
 
 
 def _agreeing(captures: Sequence[Capture]) -> int:
-    """Return how many weights must agree on what is missing; more than there are if that would prove nothing."""
+    """Return the number of weights that must agree on the excess; it exceeds all draws if agreement proves nothing."""
     names = {name_of(node) for captured in captures for node in captured.graph.nodes}
     return _DRAWS + 1 if names & _CLIPPED else _PIECEWISE if names & _BENT else _ANALYTIC
 

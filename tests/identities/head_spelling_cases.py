@@ -50,11 +50,13 @@ def by_tensordot(s: Any, x: Tensor) -> Three:
     return q, k, v
 
 
+def layer_of(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Return a linear layer of heads. Shape (samples, steps, heads, units)."""
+    return F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
+
+
 def by_layer(s: Any, x: Tensor) -> Three:
-    q, k, v = (
-        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
-        for w, b in arrays(s)
-    )
+    q, k, v = (layer_of(x, w, b) for w, b in arrays(s))
     return q, k, v
 
 
@@ -166,10 +168,7 @@ def head_in_part(s: Any, x: Tensor) -> Three:
 
 
 def layer_of_part(s: Any, x: Tensor) -> Three:
-    q, k, v = (
-        F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
-        for w, b in members(s)
-    )
+    q, k, v = (layer_of(x, w, b) for w, b in members(s))
     return q, k, v
 
 

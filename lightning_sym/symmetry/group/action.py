@@ -480,8 +480,8 @@ def _require_known(state: Mapping[str, Any], parameter: Tensor, known: Collectio
         state: The state.
         parameter: The parameter.
         known: The names of averages.
-        moves: Whether an element may change the parameter. Others may hold anything of their own, but not what belongs
-            to several, as of LBFGS.
+        moves: Whether an element may change the parameter. If not, any state of this parameter alone is allowed, but no
+            state of several parameters together (LBFGS).
 
     Raises:
         ValueError: If not.

@@ -196,7 +196,7 @@ class _Branches:
         return None if lifted is None else _Lifted(lifted, True)
 
     def _convolution(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
-        """Return a convolution whose groups are the branches, or whose samples are if all branches share the kernel."""
+        """Return a convolution with a group for each branch, or with a sample for each if all share the kernel."""
         r, (value, weight, *rest) = self.r, args
         bias, options = (rest[0] if rest else _Lifted(None, False)), [arg.node for arg in rest[1:]]
         shape, channel = r.shape(node), len(r.shape(node)) - 1 - spatial_axes_of(r.name(node))

@@ -132,7 +132,7 @@ def _cut_by(r: Rewriter, user: fx.Node, value: fx.Node, axis: int) -> _Cut | Non
 
 
 def _axis_after(r: Rewriter, user: fx.Node, value: fx.Node, axis: int) -> int | None:
-    """Return where an operation that acts on all members alike has the axis of members; None for others."""
+    """Return the axis of the members in the result of an operation; None if it treats members differently."""
     name, rank = r.name(user), len(r.shape(value))
     if name in _SUMS and not user.kwargs and len(user.args) == 2:
         others = [given for given in user.args if given is not value]

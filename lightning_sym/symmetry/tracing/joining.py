@@ -329,7 +329,7 @@ class Joining(Placing):
 
         Args:
             label: The units.
-            kind: Positions with equal entries meet the same numbers. Of the label's shape.
+            kind: A number for each position of the label; equal ones mark positions that meet the same numbers.
         """
         self.constraints.restrict(label)
         alone = label.atom[np.bincount(kind.ravel())[kind] == 1]

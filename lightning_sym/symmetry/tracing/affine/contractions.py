@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.algebra import Algebra
-from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned, equation_shape
+from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned, at_origin, equation_shape, size_of_products
 from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
     ONE,
@@ -165,7 +165,7 @@ class Contractions(Algebra):
         numbers = self.numbers(value)
         if numbers is None:
             return
-        if not weights.learned and self._linear_size(numbers, weights, by) <= _MOST:
+        if not weights.learned and size_of_products(numbers, weights, by) <= _MOST:
             self._include(result, self._linear_form(numbers[None], weights, by))
             return
         self._include(result, self._derived(numbers, weights, by))
@@ -230,11 +230,6 @@ class Contractions(Algebra):
         else:
             one = Coefficient()
             result.translation = self.unknowns.combined([(result.translation, one), (numbers, one)])
-
-    @staticmethod
-    def _linear_size(numbers: Tensor, weights: Value, by: Sum) -> int:
-        thin = dict(zip(by.one, numbers.shape, strict=True)) | dict(zip(by.two, weights.shape, strict=True))
-        return math.prod(thin.values())
 
     def _linear_form(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor | None:
         """Return unknowns for a contraction with constants. Shape (1, *thin), or (patterns, *thin) for several."""
@@ -385,7 +380,7 @@ class Contractions(Algebra):
         gone = [by.one.index(letter) for letter in by.gone]
         for key, drift in self._living(own).items():
             summed = {axis - 1 for axis in varying(drift.numbers) if axis} & set(gone)
-            size = drift.numbers.shape[0] * self._linear_size(drift.numbers[0], other, by)
+            size = drift.numbers.shape[0] * size_of_products(drift.numbers[0], other, by)
             constant = not other.varies and not other.learned and varying(drift.function).isdisjoint(gone)
             if summed and constant and size <= _MOST and other.rank == len(gone):
                 numbers = self._linear_form(drift.numbers, other, by)
@@ -609,10 +604,10 @@ class Contractions(Algebra):
                     self.unknowns.equate(own, first)
                     probe = self.unknowns.fresh(first.shape, ROWS)
                     self.system.probes.append(probe)
-                    self._drift(result, self._at_origin(self._by(probe, by_place, thin), weights), by.turned)
+                    self._drift(result, at_origin(self._by(probe, by_place, thin), weights), by.turned)
                     own = first
                 own = self._by(own, by_place, thin)
-            own = self._at_origin(own, weights)
+            own = at_origin(own, weights)
             self._half(result, Value(weights.shape, False, translation=own), value, by.turned, told=told)
 
     def _by(self, numbers: Tensor, coefficient: Coefficient, thin: Sequence[int]) -> Tensor:
@@ -621,13 +616,3 @@ class Contractions(Algebra):
         made = self.unknowns.combined([(numbers.expand(outer), coefficient)])
         assert made is not None
         return made
-
-    @staticmethod
-    def _at_origin(numbers: Tensor, weights: Value) -> Tensor:
-        """Arrange a parameter's translation along the axes of a value that shows the parameter."""
-        assert weights.origin is not None
-        index = [
-            at if numbers.shape[axis] > 1 else torch.zeros((1,) * weights.rank, dtype=torch.int64)
-            for axis, at in enumerate(weights.origin[1])
-        ]
-        return numbers[tuple(index)]

@@ -1,7 +1,9 @@
 """Contractions by letters, as in ``torch.einsum``."""
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.values import Value
@@ -49,3 +51,19 @@ def equation_shape(one: Value, two: Value, first: str, second: str, out: str) ->
     """Return the shape of a contraction."""
     sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
     return tuple(sizes[letter] for letter in out)
+
+
+def size_of_products(numbers: Tensor, weights: Value, by: Sum) -> int:
+    """Return the number of products that a contraction of a thin array with weights sums."""
+    sizes = dict(zip(by.one, numbers.shape, strict=True)) | dict(zip(by.two, weights.shape, strict=True))
+    return math.prod(sizes.values())
+
+
+def at_origin(numbers: Tensor, weights: Value) -> Tensor:
+    """Arrange a parameter's translation along the axes of a value that shows the parameter."""
+    assert weights.origin is not None
+    index = [
+        at if numbers.shape[axis] > 1 else torch.zeros((1,) * weights.rank, dtype=torch.int64)
+        for axis, at in enumerate(weights.origin[1])
+    ]
+    return numbers[tuple(index)]
