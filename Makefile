@@ -80,10 +80,12 @@ results-page: $(VENV)/.installed
 	PYTHONPATH=examples $(BIN)/python -m published.page
 # Strict: a warning (a dead link, a page missing from the navigation) is an error. Needs no network.
 docs: $(VENV)/.installed-docs
+	$(BIN)/python tools/packages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "  open    site/index.html; the search works from the disk, too"
 
 docs-serve: $(VENV)/.installed-docs
+	$(BIN)/python tools/packages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --strict
 
 # Runs the commands of tools/figures.yaml in order, on one thread.
