@@ -65,6 +65,56 @@ def two_vectors(samples: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(samples, size, dtype=torch.float64) for size in (6, 5))
 
 
+# ---- heads that are cut from layers and joined along another axis (AutoInt, early TensorFlow transformers)
+
+CUT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "views": (lambda y: y.unflatten(-1, (2, 3)).transpose(1, 2), lambda a: a.transpose(1, 2).flatten(2)),
+    "stacked first": (lambda y: torch.stack(y.split(3, -1)), lambda a: torch.cat([*a], -1)),
+    "stacked behind samples": (lambda y: torch.stack(y.chunk(2, -1), 1), lambda a: torch.cat(a.unbind(1), -1)),
+    "split twice": (lambda y: torch.stack(y.split(3, -1)), lambda a: torch.cat(a.split(1), -1)[0]),
+    "heads among samples": (lambda y: torch.cat(y.chunk(2, -1)), lambda a: torch.cat(a.chunk(2), -1)),
+    "slices": (
+        lambda y: torch.stack([y[..., :3], y[..., 3:]], -3),
+        lambda a: torch.cat([a[:, 0], a[:, 1]], -1),
+    ),
+    "views, heads first": (
+        lambda y: y.view(*y.shape[:2], 2, 3).permute(2, 0, 1, 3),
+        lambda a: a.permute(1, 2, 0, 3).flatten(2),
+    ),
+}
+
+
+def heads(
+    cut: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], act: Callable[[Tensor], Tensor]
+) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (cut[0](own(x)) for own in (s.q, s.k, s.v))
+        read = cut[1]((q @ k.mT / 3**0.5).softmax(-1) @ v)
+        return s.o(act(read + s.r(x)))  # type: ignore[no-any-return]
+
+    return forward
+
+
+# ---- recurrent cells whose norms read a state of zeros
+
+STATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "new_zeros": lambda s, x: x.new_zeros(len(x), 5),
+    "zeros_like": lambda s, x: torch.zeros_like(s.x(x[:, 0])),
+    "zeros": lambda s, x: torch.zeros(len(x), 5, dtype=x.dtype),
+    "product": lambda s, x: 0 * s.x(x[:, 0]),
+}
+
+
+def normed_cell(start: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = start(s, x)
+        for step in range(x.shape[1]):
+            h = torch.tanh(s.a(s.x(x[:, step])) + s.b(s.h(h)))
+        return s.o(h)  # type: ignore[no-any-return]
+
+    return forward
+
+
 PUBLISHED: dict[str, Function] = {
     "bilinear pooling": Function({"a": of(L, 6, 12), "b": of(L, 5, 12), "o": of(L, 4, 5)}, two_vectors, 40,
         each(POOLED, lambda pool: lambda s, x, y: s.o(pool(s.a(x), s.b(y)))), samples=80),
@@ -73,4 +123,11 @@ PUBLISHED: dict[str, Function] = {
     "a layer between gains of members": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "b": of(L, 5, 5),
         "o": of(L, 5, 4)}, steps(6), 15, each(TWICE, lambda layer: layer)),
     "factorisation machine": Function({"v": parameter(6, 3), "l": of(L, 6, 1)}, vectors, 3, each(SECOND, machine)),
+    "heads, cut and joined": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 5)}, steps(8, 4), 36,
+        each(CUT, lambda cut: heads(cut, torch.relu)), samples=60),
+    "heads, cut and joined, linear": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 7)}, steps(8, 4),
+        54, each(CUT, lambda cut: heads(cut, lambda h: h)), samples=60),
+    "norms of a state of zeros": Function({"x": of(L, 6, 5, bias=False), "h": of(L, 5, 5, bias=False),
+        "a": of(nn.LayerNorm, 5), "b": of(nn.LayerNorm, 5), "o": of(L, 5, 4)}, steps(6), 16,
+        each(STATES, normed_cell)),
 }  # fmt: skip

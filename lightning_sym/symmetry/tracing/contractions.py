@@ -536,7 +536,10 @@ def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
-    """Return the original value of reassembled parts; None if their order or extent differs."""
+    """Return the value whose parts are joined again, in any regular order of its axes; None if a part is missing.
+
+    Heads, for example, are split from the last axis and stacked along a new one, which is a view with other axes.
+    """
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
     if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
         return None
@@ -546,18 +549,35 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     held: Tensor = source.meta["val"]
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
-    own = numbers_of(held)
-    if held.dtype != parts[0].meta["val"].dtype:
+    if held.dtype != parts[0].meta["val"].dtype or held.numel() != numbers.numel() or not numbers.numel():
         return None
-    if own.shape == numbers.shape:
-        return source if torch.equal(numbers, own) else None
-    if own.numel() == numbers.numel() and torch.equal(numbers.reshape(-1), own.reshape(-1)):
-        return reshaped(r, source, numbers.shape)
-    return (
-        permuted(r, source, [1, 0])
-        if own.ndim == 2 and own.T.shape == numbers.shape and torch.equal(own.T, numbers)
-        else None
-    )
+    own = numbers_of(held)
+    if own.shape == numbers.shape and torch.equal(numbers, own):
+        return source
+    lines = [
+        numbers[tuple(slice(None) if at == axis else 0 for at in range(numbers.ndim))] for axis in range(numbers.ndim)
+    ]
+    loops = [_loops((line - line[0]).tolist()) for line in lines]
+    inner = sorted(((step, size) for own in loops for size, step in own), reverse=True)
+    sizes, order = [size for _, size in inner], [inner.index((step, size)) for own in loops for size, step in own]
+    in_memory = sorted(range(held.ndim), key=lambda at: -held.stride(at) if held.shape[at] > 1 else 0)
+    if math.prod(sizes) != held.numel() or not held.permute(in_memory).is_contiguous():
+        return None
+    found = held.storage_offset() + torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape)
+    if not torch.equal(found, numbers):
+        return None
+    return reshaped(r, permuted(r, reshaped(r, permuted(r, source, in_memory), sizes), order), numbers.shape)
+
+
+def _loops(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sizes and steps of the nested loops that run through offsets in memory, the outermost one first.
+
+    Those of an irregular sequence run through others.
+    """
+    if len(offsets) == 1:
+        return []
+    size = next((at for at, offset in enumerate(offsets) if offset != at * offsets[1]), len(offsets))
+    return [*_loops(offsets[::size]), (size, offsets[1])]
 
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:

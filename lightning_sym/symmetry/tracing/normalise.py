@@ -505,6 +505,16 @@ def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
 
 
+def _norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the norm of zeros, as of an initial state, as its bias, and norms of centred values as layer norms."""
+    if r.number(node.args[0]) != 0 or r.made_of(node) == "constants":
+        return _norm_of_centred(r, node)
+    shape, like = list(r.shape(node)), node.meta["val"]
+    if (bias := argument(node, 3, "bias") if r.name(node) == "layer_norm" else None) is not None:
+        return r.insert(aten.expand.default, bias, shape)
+    return r.insert(aten.full.default, shape, 0.0, dtype=like.dtype, device=like.device)
+
+
 def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite moves that restore an earlier value."""
     value = node.meta.get("val")
@@ -623,7 +633,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
-    **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
+    **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
     "stack": _stack,
     "getitem": _item,
