@@ -6,7 +6,7 @@ for each axis of the matrix.
 
 import math
 import string
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +22,10 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 aten = torch.ops.aten
 _MOST = 2**22  # entries that are numbered
 _MOVES = operations(Trait.MOVE)
+_REGROUPS = operations(Trait.REGROUP)
+_OF_ONE = operations(Trait.CAST | Trait.POINTWISE)
 _PRODUCTS = {"linear", "matmul", "einsum"}
-_ALONG = operations(Trait.CAST | Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT)
+_ALONG = operations(Trait.CAST | Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.SOFTMAX)
 
 
 class _Part(NamedTuple):
@@ -50,10 +52,10 @@ def shape_layers(capture: Capture, whole: Collection[str]) -> bool:
     """
     r = Rewriter(capture)
     changed = False
-    for node in [own for own in capture.graph.nodes if r.name(own) == "linear"]:
-        tensors: list[Any] = [node.args[1], argument(node, 2, "bias")]
+    for node in [own for own in capture.graph.nodes if r.name(own) in ("linear", "embedding")]:
+        tensors: list[Any] = [node.args[1], argument(node, 2, "bias")] if r.name(node) == "linear" else [node.args[0]]
         if all(own is None or _is_free(capture, own, node, whole) for own in tensors):
-            changed |= _shape_layer(r, node, *tensors)
+            changed |= _shape_layer(r, node, [own for own in tensors if own is not None])
     return changed
 
 
@@ -65,53 +67,90 @@ def _is_free(capture: Capture, tensor: fx.Node, reader: fx.Node, whole: Collecti
     return name not in {*whole, *capture.buffers, *capture.charts, *capture.pieces}
 
 
-def _shape_layer(r: Rewriter, node: fx.Node, weight: fx.Node, bias: fx.Node | None) -> bool:
+def _shape_layer(r: Rewriter, node: fx.Node, tensors: Sequence[fx.Node]) -> bool:
+    """Replace a layer that makes weights by one layer for each part of its outputs; return whether it makes any.
+
+    Args:
+        r: The rewriter.
+        node: The layer, or the reader of a table.
+        tensors: The weight and, if any, the bias of the layer, or the table.
+    """
     shape, size = r.shape(node), r.shape(node)[-1]
     if not 0 < math.prod(shape) < _MOST or not _makes_weights(r, node, torch.arange(size).expand(shape)):
         return False
-    parts = dict(_parts(r, node, torch.arange(math.prod(shape)).reshape(shape), size))
+    _views_first(r, node)
+    parts = _parts(r, node, torch.arange(math.prod(shape)).reshape(shape), size) or {}
     alone = sorted(set(parts.values()))
     if [0, *(part.stop for part in alone)] != [*(part.start for part in alone), size]:
         return False
     r.at = node
-    pieces: dict[fx.Node, dict[fx.Node, Piece]] = {own: {} for own in (weight, bias) if own is not None}
-    made: dict[_Part, fx.Node] = {}
-    lead = string.ascii_lowercase[: len(shape) - 1]
-    for part in alone:
-        for tensor, own in pieces.items():
-            whole = (*part.shape, *r.shape(tensor)[1:])
-            rows = r.insert(aten.slice.Tensor, tensor, 0, part.start, part.stop)
-            name = f"{r.capture.states[tensor]}[{part.start}:{part.stop}]"
-            start = part.start * math.prod(r.shape(tensor)[1:])
-            own[r.insert(aten.reshape.default, rows, whole)] = Piece(name, start, whole)
-        own_weight, *own_bias = ([*own][-1] for own in pieces.values())
-        axes = string.ascii_uppercase[: len(part.shape)]
-        made[part] = r.insert(aten.einsum.default, f"{lead}z,{axes}z->{lead}{axes}", [node.args[0], own_weight])
-        for added in own_bias:
-            made[part] = r.insert(aten.add.Tensor, made[part], added)
+    pieces: dict[fx.Node, dict[fx.Node, Piece]] = {own: {} for own in tensors}
+    made = {part: _made(r, node, part, pieces) for part in alone}
     r.unmark(node)  # its entries are no longer units on one axis
     for read, part in parts.items():
         r.at = read
         r.replace(read, r.insert(aten.reshape.default, made[part], list(r.shape(read))))
+    r.erase_unread()
     for tensor, own in pieces.items():
         cut_at(r.capture, tensor, {read: [*read.users] for read in own}, own)
     return True
 
 
-def _parts(r: Rewriter, node: fx.Node, numbers: Tensor, size: int) -> Iterator[tuple[fx.Node, _Part]]:
-    """Yield the last views of a layer's outputs that hold a range of them in order, each with the range.
+def _made(r: Rewriter, node: fx.Node, part: _Part, pieces: dict[fx.Node, dict[fx.Node, Piece]]) -> fx.Node:
+    """Insert the layer that makes one part, in its shape, and record the pieces of parameters that it reads."""
+    table, read = r.name(node) == "embedding", []
+    for tensor, known in pieces.items():
+        axis = int(table)
+        sizes = list(r.shape(tensor))
+        whole = (*sizes[:axis], *part.shape, *sizes[axis + 1 :])
+        cut = r.insert(aten.slice.Tensor, tensor, axis, part.start, part.stop)
+        read.append(r.insert(aten.reshape.default, cut, whole))
+        name = f"{r.capture.states[tensor]}[{':, ' * axis}{part.start}:{part.stop}]"
+        start = part.start * math.prod(sizes[axis + 1 :])
+        known[read[-1]] = Piece(name, start, whole, sizes[0] if table else 1)
+    if table:
+        return r.insert(aten.index.Tensor, read[0], [node.args[1]])
+    lead = string.ascii_lowercase[: len(r.shape(node)) - 1]
+    axes = string.ascii_uppercase[: len(part.shape)]
+    made = r.insert(aten.einsum.default, f"{lead}z,{axes}z->{lead}{axes}", [node.args[0], read[0]])
+    return r.insert(aten.add.Tensor, made, read[1]) if len(read) > 1 else made
+
+
+def _views_first(r: Rewriter, node: fx.Node) -> None:
+    """Move views of a layer's outputs before functions of single entries, such as tanh."""
+    for function in list(node.users):
+        if r.name(function) not in _OF_ONE or function.all_input_nodes != [node]:
+            continue
+        _views_first(r, function)
+        for view in list(function.users):
+            if r.name(view) in _REGROUPS and view.args[0] is function:
+                r.at = view
+                own = r.insert(view.target, node, *view.args[1:], **view.kwargs)
+                r.replace(view, r.insert(function.target, own, *function.args[1:], **function.kwargs))
+
+
+def _parts(r: Rewriter, node: fx.Node, numbers: Tensor, size: int) -> dict[fx.Node, _Part] | None:
+    """Return the last views of a layer's outputs that hold a range of them in order, each with the range.
 
     Args:
         r: The rewriter.
         node: The layer, or a view of its outputs.
         numbers: The number of each entry of the view among all entries of the outputs.
         size: The number of outputs.
+
+    Returns:
+        The views; None if a reader of this view has no other view, and this one holds no range.
     """
+    found: dict[fx.Node, _Part] = {}
     for view, further in _views(r, node, numbers):
-        if further is None or _range(further, size) is None:
-            yield node, _range(numbers, size)  # type: ignore[misc]
-        else:
-            yield from _parts(r, view, further, size)
+        below = None if further is None else _parts(r, view, further, size)
+        if below is None:
+            own = _range(numbers, size)
+            if own is None:
+                return None
+            below = {node: own}
+        found |= below
+    return found
 
 
 def _views(r: Rewriter, node: fx.Node, numbers: Tensor) -> Iterator[tuple[fx.Node, Tensor | None]]:

@@ -176,7 +176,10 @@ class Trace(Joining):
             self._for_each_block(one, one_axes, two, two_axes),
             self._for_each_block(two, two_axes, one, one_axes),
         ]
-        values = [self._lending(value, axis) for value, axis in zip(values, summed, strict=True)]
+        values = [
+            self._lending(value, axis) if other.labels else value
+            for value, other, axis in zip(values, values[::-1], summed, strict=True)
+        ]
         inner = [
             next((label for label in value.labels if axis in label.axes), None)
             for value, axis in zip(values, summed, strict=True)
