@@ -115,6 +115,57 @@ def normed_cell(start: Callable[[Any, Tensor], Tensor]) -> Spelled:
     return forward
 
 
+# ---- networks whose weights are outputs of layers: hypernetworks, edge networks, relation matrices
+
+
+def target(z: Tensor, x: Tensor) -> Tensor:
+    a, b, c, d = z.split([24, 4, 12, 3], -1)
+    h = torch.relu(torch.einsum("boi,bi->bo", a.view(-1, 4, 6), x) + b)
+    return torch.einsum("boi,bi->bo", c.view(-1, 3, 4), h) + d
+
+
+def target_of_slices(z: Tensor, x: Tensor) -> Tensor:
+    h = torch.relu(torch.bmm(z[:, :24].reshape(-1, 4, 6), x[..., None])[..., 0] + z[:, 24:28])
+    return torch.bmm(z[:, 28:40].reshape(-1, 3, 4), h[..., None])[..., 0] + z[:, 40:]
+
+
+def target_of_sums(z: Tensor, x: Tensor) -> Tensor:
+    h = torch.relu((z[:, :24].unflatten(1, (4, 6)) * x[:, None]).sum(-1) + z[:, 24:28])
+    return (z[:, 28:40].unflatten(1, (3, 4)) * h[:, None]).sum(-1) + z[:, 40:]
+
+
+TARGETS = {"split": target, "slices": target_of_slices, "sums": target_of_sums}
+
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda w, h: torch.einsum("boi,bi->bo", w.tanh().view(-1, 7, 3), h),
+    "bmm": lambda w, h: torch.bmm(torch.tanh(w).view(-1, 7, 3), h[..., None])[..., 0],
+    "matmul": lambda w, h: (w.view(-1, 7, 3).tanh() @ h[..., None]).flatten(1),
+    "from the left": lambda w, h: (h[:, None] @ w.unflatten(1, (7, 3)).tanh().mT)[:, 0],
+    "sum": lambda w, h: (w.tanh().unflatten(-1, (7, 3)) * h[:, None]).sum(2),
+}
+
+RELATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda a, r, b: torch.einsum("bi,bij,bj->b", a, r.view(-1, 3, 3), b),
+    "bmm": lambda a, r, b: (a[:, None] @ r.view(-1, 3, 3) @ b[..., None]).flatten(),
+    "sum": lambda a, r, b: (a * (r.unflatten(-1, (3, 3)) @ b[..., None])[..., 0]).sum(-1),
+}
+
+
+def triples(samples: int) -> tuple[Tensor, ...]:
+    return (torch.randint(5, (samples, 3)),)
+
+
+def edges(samples: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(samples, *shape, dtype=torch.float64) for shape in ((4, 8), (4, 4, 5)))
+
+
+MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda w, h: torch.einsum("bijuv,bjv->biu", w.unflatten(-1, (4, 3)), h),
+    "matmul": lambda w, h: (w.unflatten(-1, (4, 3)) @ h[:, None, ..., None])[..., 0].sum(2),
+    "sum": lambda w, h: (w.view(*w.shape[:3], 4, 3) * h[:, None, :, None]).sum((2, 4)),
+}
+
+
 PUBLISHED: dict[str, Function] = {
     "bilinear pooling": Function({"a": of(L, 6, 12), "b": of(L, 5, 12), "o": of(L, 4, 5)}, two_vectors, 40,
         each(POOLED, lambda pool: lambda s, x, y: s.o(pool(s.a(x), s.b(y)))), samples=80),
@@ -127,6 +178,14 @@ PUBLISHED: dict[str, Function] = {
         each(CUT, lambda cut: heads(cut, torch.relu)), samples=60),
     "heads, cut and joined, linear": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 7)}, steps(8, 4),
         54, each(CUT, lambda cut: heads(cut, lambda h: h)), samples=60),
+    "hypernetwork": Function({"g": of(L, 5, 43)}, two_vectors, 4,
+        each(TARGETS, lambda made: lambda s, x, z: made(s.g(z), x)), samples=200),
+    "weights that a layer and tanh make": Function({"g": of(L, 5, 21), "p": of(L, 6, 3), "o": of(L, 7, 8)}, two_vectors,
+        1, each(MADE, lambda made: lambda s, x, z: s.o(torch.relu(made(s.g(z), leaky(s.p(x)))))), samples=80),
+    "relation matrices": Function({"e": of(nn.Embedding, 5, 3), "r": of(nn.Embedding, 5, 9)}, triples, 9,
+        each(RELATIONS, lambda score: lambda s, t: score(s.e(t[:, 0]), s.r(t[:, 1]), s.e(t[:, 2]))), samples=400),
+    "edge network": Function({"e": of(L, 5, 12), "p": of(L, 8, 3), "o": of(L, 4, 6)}, edges, 7,
+        each(MESSAGES, lambda sent: lambda s, x, a: s.o(torch.relu(sent(s.e(a), leaky(s.p(x))))))),
     "norms of a state of zeros": Function({"x": of(L, 6, 5, bias=False), "h": of(L, 5, 5, bias=False),
         "a": of(nn.LayerNorm, 5), "b": of(nn.LayerNorm, 5), "o": of(L, 5, 4)}, steps(6), 16,
         each(STATES, normed_cell)),
