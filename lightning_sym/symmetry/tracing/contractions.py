@@ -560,11 +560,12 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     loops = [_loops((line - line[0]).tolist()) for line in lines]
     inner = sorted(((step, size) for own in loops for size, step in own), reverse=True)
     sizes, order = [size for _, size in inner], [inner.index((step, size)) for own in loops for size, step in own]
-    in_memory = sorted(range(held.ndim), key=lambda at: -held.stride(at) if held.shape[at] > 1 else 0)
+    steps: tuple[int, ...] = layout(held)[1]
+    in_memory = sorted(range(held.ndim), key=lambda at: -steps[at])
     if math.prod(sizes) != held.numel() or not held.permute(in_memory).is_contiguous():
         return None
-    found = held.storage_offset() + torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape)
-    if not torch.equal(found, numbers):
+    found = torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape)
+    if not torch.equal(found + int(held.storage_offset()), numbers):
         return None
     return reshaped(r, permuted(r, reshaped(r, permuted(r, source, in_memory), sizes), order), numbers.shape)
 
