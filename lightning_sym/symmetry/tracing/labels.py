@@ -41,6 +41,12 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
     walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
     for captured in captures:
         walk.run(captured)
+    if walk.constraints.met_later():  # as steps of a loop join states that only later steps show to be alike
+        first = walk.constraints.first
+        walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
+        walk.constraints.first = first
+        for captured in captures:
+            walk.run(captured)
     charts, unlike = charts_of(captures)
     for name in unlike & walk.axis_labels.keys():
         walk.fix(Value(tuple(tensors.states[name].shape), walk.axis_labels[name]))
