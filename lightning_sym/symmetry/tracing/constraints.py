@@ -239,9 +239,9 @@ class Constraints:
         """Return for each unit the first one that must move with it, as far as operations have told."""
         self.first = np.r_[self.first, np.arange(len(self.first), self.atoms)]
         pairs = []
-        for at, met in enumerate((self.merges, self.contracted)):
-            pairs += [np.stack([own.ravel() for own in pair]) for pair in met[self._merged[at] :]]
-            self._merged[at] = len(met)
+        for at, told in enumerate((self.merges, self.contracted)):
+            pairs += [np.stack([own.ravel() for own in pair]) for pair in told[self._merged[at] :]]
+            self._merged[at] = len(told)
         if pairs:
             met, place = np.unique(self.first[np.hstack(pairs)], return_inverse=True)
             one, two = place.reshape(2, -1)

@@ -61,7 +61,7 @@ def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if count == math.prod(shape) or (beside and count == int(taken.sum())):
             found = _along_an_axis(shape, [write.source for write in own], [write.where for write in own])
             return None if found is None else _joined(r, node, number, *found)
-    return _beside_rest(r, node, *node.args[2:0:-1], writes[-1].where) if r.name(node) == "put" and writes else None
+    return _beside_rest(r, node, writes[-1], node.args[1]) if r.name(node) == "put" and writes else None
 
 
 def _goes_on(r: Rewriter, node: fx.Node, user: fx.Node) -> bool:
@@ -117,9 +117,9 @@ def padded_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.cat.default, [parts[axis, behind][1] for behind in (0, 1)], axis)
 
 
-def _beside_rest(r: Rewriter, node: fx.Node, source: Any, held: Any, shown: Tensor) -> fx.Node | None:
+def _beside_rest(r: Rewriter, node: fx.Node, last: _Write, held: Any) -> fx.Node | None:
     """Rewrite units that are overwritten as a concatenation with the others: slices that are added to in place."""
-    shape, base = r.shape(node), node.args[0]
+    shape, source, base, shown = r.shape(node), *last[:3]
     while r.name(base) == "put" and isinstance(base, fx.Node) and base.args[1] is held:  # overwritten
         base = base.args[0]
     if not isinstance(base, fx.Node) or r.made_of(base) != "inputs" or shown.ndim != len(shape):
@@ -169,8 +169,8 @@ def _joined(r: Rewriter, node: fx.Node, number: float | None, axis: int, parts: 
         rest = torch.ones(shape[axis], dtype=torch.bool)
         rest[order] = False
         order = torch.cat([order, rest.nonzero()[:, 0]])
-        like, sizes = node.meta["val"], [*shape[:axis], int(rest.sum()), *shape[axis + 1 :]]
-        values.append(r.insert(aten.full.default, sizes, number, dtype=like.dtype, device=like.device))
+        like, whole = node.meta["val"], [*shape[:axis], int(rest.sum()), *shape[axis + 1 :]]
+        values.append(r.insert(aten.full.default, whole, number, dtype=like.dtype, device=like.device))
     joined = r.insert(aten.cat.default, values, axis)
     if torch.equal(order, torch.arange(len(order))):
         return joined

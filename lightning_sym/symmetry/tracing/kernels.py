@@ -1,7 +1,7 @@
 """Rewrite layers with parts that are zero, and grouped convolutions with computed weights."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -69,7 +69,8 @@ def _repeated(r: Rewriter, part: fx.Node) -> fx.Node | None:
 
 def padded(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite padding of one axis by a number as a concatenation; by zeros only if layers read it as inputs."""
-    value, sizes, number = node.args[0], node.args[1], node.args[-1] if len(node.args) > 2 else 0
+    value, sizes, *more = cast(Any, node.args)
+    number = more[-1] if more else 0
     shape, kind = list(r.shape(value)), node.meta["val"]
     if not isinstance(sizes, (list, tuple)) or not isinstance(number, (int, float)) or min(sizes, default=-1) < 0:
         return None

@@ -100,10 +100,10 @@ class Interpreter(Layers):
             return None
         given = self._given(node)
         if node.target in OPAQUE:
-            if (result := self._moved_by_rule(node)) is None:
-                self._see_weights(given, [])
-                result = self._written(node)
-            return result
+            if (moved := self._moved_by_rule(node)) is not None:
+                return moved
+            self._see_weights(given, [])
+            return self._written(node)
         if written_by(node):
             return self._written(node)
         if self.constants.is_constant(node):
