@@ -7,6 +7,7 @@ import torch
 from helpers import of, parameter
 from spelling_cases import Function, Spelled, each, steps
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.functional import leaky_relu as leaky
 
 L = nn.Linear
@@ -64,6 +65,132 @@ POOLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def two_vectors(samples: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(samples, size, dtype=torch.float64) for size in (6, 5))
 
+
+# ---- constants beside values: a column that reads a one is a bias
+
+
+ONES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat": lambda x: torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], -1),
+    "pad": lambda x: F.pad(x, (0, 1), value=1.0),
+    "new_ones": lambda x: torch.cat([x, x.new_ones(x.shape[0], 1)], 1),
+    "ones_like": lambda x: torch.hstack([x, torch.ones_like(x[:, :1])]),
+    "expanded": lambda x: torch.cat([x, torch.full((1, 1), 1.0, dtype=x.dtype).expand(len(x), 1)], -1),
+    "written": lambda x: x.new_ones(len(x), x.shape[1] + 1).index_copy(1, torch.arange(x.shape[1]), x),
+}
+TIMES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "ones": lambda h, t: torch.cat([h, t * torch.ones_like(h[:, :1])], -1),
+    "new_full": lambda h, t: torch.cat([h, h.new_full((len(h), 1), t)], -1),
+    "pad": lambda h, t: F.pad(h, (0, 1), value=t),
+    "zeros": lambda h, t: torch.cat([h, torch.zeros_like(h[:, :1]) + t], -1),
+}
+POSITIONS = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+PLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "expand": lambda x: torch.cat([x, POSITIONS.expand(len(x), -1, -1)], -1),
+    "repeat": lambda x: torch.cat([x, POSITIONS[None].repeat(len(x), 1, 1)], -1),
+    "padded": lambda x: F.pad(x, (0, 2)) + F.pad(POSITIONS, (x.shape[-1], 0)),
+    "added": lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], 2) + POSITIONS], 2),
+}
+
+
+def solved(joined: Callable[[Tensor, float], Tensor]) -> Spelled:
+    """Return Euler's steps of a network that reads the time."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.i(x)
+        for step in range(3):
+            h = h + 0.1 * s.b(torch.tanh(s.a(joined(h, 0.1 + 0.1 * step))))
+        return s.o(h)
+
+    return forward
+
+
+# ---- two values in the parts of one
+
+
+FIRST, LAST = torch.arange(4), torch.arange(4, 7)
+
+
+def put(join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a concatenation that writes two values into zeros."""
+    return lambda a, b: join(join(a.new_zeros(len(a), 7), FIRST, a), LAST, b)
+
+
+def set_parts(memory: Tensor, places: Tensor, value: Tensor) -> Tensor:
+    memory[:, places] = value
+    return memory
+
+
+BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cat": lambda a, b: torch.cat([a, b], -1),
+    "index_add": put(lambda y, places, a: y.index_add(1, places, a)),
+    "index_copy": put(lambda y, places, a: y.index_copy(1, places, a)),
+    "index_put": put(lambda y, places, a: y.index_put((torch.arange(len(a))[:, None], places), a)),
+    "scatter": put(lambda y, places, a: y.scatter(1, places.expand(len(a), -1), a)),
+    "scatter_add": put(lambda y, places, a: y.scatter_add(1, places.expand(len(a), -1), a)),
+    "scatter_reduce": put(lambda y, places, a: y.scatter_reduce(1, places.expand(len(a), -1), a, "sum")),
+    "slice_scatter": put(lambda y, places, a: torch.slice_scatter(y, a, 1, int(places[0]), int(places[-1]) + 1)),
+    "set": put(set_parts),
+    "padded": lambda a, b: F.pad(a, (0, 3)) + F.pad(b, (4, 0)),
+}
+
+# ---- decoders whose cells read a mixture of states beside their own
+
+
+def decoded(cell: Callable[[Any, Tensor, Tensor], Any]) -> Spelled:
+    """Return a decoder with the gates of an LSTM and attention over its initial states."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        states = torch.tanh(s.e(x))
+        hidden, memory, outputs = states[:, -1], torch.zeros_like(states[:, 0]), []
+        for _ in range(2):
+            shares = (states @ hidden[..., None]).softmax(1)
+            i, f, g, o = cell(s, (shares * states).sum(1), hidden)
+            memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
+            hidden = o.sigmoid() * memory.tanh()
+            outputs.append(s.o(hidden))
+        return torch.stack(outputs, 1)
+
+    return forward
+
+
+DECODERS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "cat": lambda s, c, h: s.w(torch.cat([c, h], -1)).chunk(4, -1),
+    "view": lambda s, c, h: s.w(torch.hstack([c, h])).view(len(c), 4, -1).unbind(1),
+    "four layers": lambda s, c, h: [
+        F.linear(torch.cat([c, h], -1), *own) for own in zip(s.w.weight.chunk(4), s.w.bias.chunk(4), strict=True)
+    ],
+    "two products": lambda s, c, h: (c @ s.w.weight[:, :4].T + F.linear(h, s.w.weight[:, 4:], s.w.bias)).split(4, -1),
+}
+
+
+def gated(cell: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    """Return a recurrent network that begins with zeros."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        for own in x.unbind(1):
+            h = cell(s, own, h)
+        return s.o(h)
+
+    return forward
+
+
+def by_products(s: Any, x: Tensor, h: Tensor) -> Tensor:
+    gate = torch.sigmoid(F.linear(x, s.z.weight[:, :6]) + F.linear(h, s.z.weight[:, 6:], s.z.bias))
+    return h + gate * (torch.tanh(F.linear(x, s.n.weight[:, :6], s.n.bias) + (gate * h) @ s.n.weight[:, 6:].T) - h)
+
+
+def by_cat(s: Any, x: Tensor, h: Tensor) -> Tensor:
+    gate = torch.sigmoid(s.z(torch.cat([x, h], -1)))
+    return (1 - gate) * h + gate * torch.tanh(s.n(torch.cat([x, gate * h], -1)))
+
+
+MINIMAL: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "cat": by_cat,
+    "products": by_products,
+    "lerp": lambda s, x, h: torch.lerp(h, s.n(torch.hstack([x, h * s.z(torch.hstack([x, h])).sigmoid()])).tanh(),
+        s.z(torch.hstack([x, h])).sigmoid()),
+}  # fmt: skip
 
 # ---- heads that are cut from layers and joined along another axis (AutoInt, early TensorFlow transformers)
 
@@ -167,6 +294,22 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 PUBLISHED: dict[str, Function] = {
+    "ones beside inputs": Function({"a": of(L, 7, 5, bias=False), "n": of(nn.LayerNorm, 5), "o": of(L, 5, 6)}, vectors,
+        29, each(ONES, lambda join: lambda s, x: s.o(s.n(s.a(join(x)))))),
+    "ones beside units": Function({"a": of(L, 6, 5), "b": of(L, 6, 7, bias=False)}, vectors, 30, each(ONES,
+        lambda join: lambda s, x: s.b(join(s.a(x))))),
+    "ones and a bias": Function({"a": of(L, 6, 5), "b": of(L, 6, 7)}, vectors, 37, each(ONES,
+        lambda join: lambda s, x: s.b(join(s.a(x))))),
+    "times of a solver": Function({"i": of(L, 6, 4), "a": of(L, 5, 5), "b": of(L, 5, 4), "o": of(L, 4, 6)}, vectors,
+        24, each(TIMES, solved)),
+    "positions beside units": Function({"i": of(L, 6, 5), "a": of(L, 7, 5), "b": of(L, 5, 6)}, steps(6), 30, each(
+        PLACED, lambda join: lambda s, x: s.b(torch.tanh(s.a(join(s.i(x))))))),
+    "two values in one": Function({"a": of(L, 6, 4), "c": of(L, 5, 3), "b": of(L, 7, 8)}, two_vectors, 32, each(BOTH,
+        lambda join: lambda s, x, y: s.b(join(s.a(x), s.c(y))))),
+    "decoder of states": Function({"e": of(L, 6, 4), "w": of(L, 8, 16), "o": of(L, 4, 6)}, steps(6), 0, each(DECODERS,
+        decoded), samples=60),
+    "minimal gated unit": Function({"z": of(L, 10, 4), "n": of(L, 10, 4), "o": of(L, 4, 6)}, steps(6), 0, each(MINIMAL,
+        gated), samples=60),
     "bilinear pooling": Function({"a": of(L, 6, 12), "b": of(L, 5, 12), "o": of(L, 4, 5)}, two_vectors, 40,
         each(POOLED, lambda pool: lambda s, x, y: s.o(pool(s.a(x), s.b(y)))), samples=80),
     "members with gains": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "t": parameter(3, 5), "b": of(L, 5, 4),

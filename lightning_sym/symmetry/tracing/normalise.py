@@ -70,10 +70,10 @@ from lightning_sym.symmetry.tracing.contractions import (
 )
 from lightning_sym.symmetry.tracing.cutting import cut_results
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
-from lightning_sym.symmetry.tracing.filling import joined_writes
+from lightning_sym.symmetry.tracing.filling import WRITES, joined_writes, padded_sum
 from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
-from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, taken_apart
+from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
@@ -432,7 +432,7 @@ def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (*_SUMS, masked_product, added_branches):
+    for rewrite in (*_SUMS, masked_product, added_branches, padded_sum):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -640,7 +640,8 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,
     "cat": _cat,
-    "put": joined_writes,
+    **dict.fromkeys(WRITES, joined_writes),
+    **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
     **REWRITES,
