@@ -8,9 +8,11 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.contractions import shown
 from lightning_sym.symmetry.tracing.extrema import larger
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of
 
 aten = torch.ops.aten
 _LOW = -1e3  # the softmax is zero at entries that are lower than all others by this much
@@ -131,6 +133,27 @@ def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
     while r.name(mask) in ("logical_not", "bitwise_not"):
         mask, turned = mask.args[0], not turned
     return mask, turned
+
+
+def without_common(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Remove maxima that all numbers of a softmax share."""
+    value, axis = node.args[:2]
+    terms = terms_of(r, value) if isinstance(value, fx.Node) and r.only_for(value, node) else []
+    rank = len(r.shape(node))
+
+    def is_shared(term: Term) -> bool:
+        sizes = (1,) * (rank - len(r.shape(term.node))) + r.shape(term.node)
+        whole = shown(r, term.node)[0]
+        return sizes[axis] == 1 and r.name(whole) in operations(Trait.REDUCE | Trait.WRITE)  # type: ignore[index]
+
+    kept = [term for term in terms if not is_shared(term)]
+    if len(kept) in (0, len(terms)) or r.shape(node)[axis] == 1:  # type: ignore[index]
+        return None
+    first = next((term for term in kept if term.added and r.shape(term.node) == r.shape(node)), None)
+    if first is None:
+        return None
+    logits = summed(r, first.node, [term for term in kept if term is not first])
+    return r.insert(node.target, logits, *node.args[1:], **node.kwargs)
 
 
 def of_softmax(r: Rewriter, node: fx.Node, at: int = 0) -> fx.Node | None:

@@ -75,12 +75,13 @@ from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask, without_common
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
+from lightning_sym.symmetry.tracing.segments import spread_edges
 from lightning_sym.symmetry.tracing.sums import (
     gathered,
     normalised,
@@ -111,7 +112,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (respell_layers, recognise_batch_norms, cut_results, spell_heads):
+    for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)
@@ -633,5 +634,6 @@ _REWRITES: dict[str, Rewrite] = {
     "put": joined_writes,
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
+    "softmax": without_common,
     **REWRITES,
 }
