@@ -213,7 +213,7 @@ def both_ends(add: Added, least: bool = False) -> Spelled:
     def forward(s: Any, x: Tensor, edges: Tensor) -> Tensor:
         begins, ends = edges
         one, two = (layer(x).view(-1, COUNT, SIZE) for layer in (s.k, s.q))
-        z = (F.leaky_relu(one[begins] + two[ends], 0.2) * s.a).sum(-1)
+        z = (F.silu(one[begins] + two[ends]) * s.a).sum(-1)
         read = one[begins] * shares(z, ends, len(x), add, least)[..., None]
         return s.o(F.elu(add(read, ends, len(x)).flatten(1) + s.b))
 
