@@ -52,7 +52,7 @@ from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, 
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
-from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
+from lightning_sym.symmetry.tracing.charts import factored, read_as_gains, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     einsum,
@@ -117,6 +117,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
             _spell(rewriter)
     read_as_sums(rewriter)
     read_behind_layers(rewriter)
+    read_as_gains(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
