@@ -227,6 +227,9 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
             axes = list(range(len(batch), len(batch + summed)))
             result = r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, first, second), axes)
         return _ordered(r, result, batch, out)
+    for letters in (own, other, summed):
+        if len(letters) > 1 and (joined := _with_units_joined(r, (one, two, out), letters, first, second)) is not None:
+            return joined
     several = [part for part in (own, other) if len(part) > 1]
     if len(summed) > 1 or len(several) > 1:
         return None
@@ -253,6 +256,44 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     if not own or not other:
         result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
     return _ordered(r, result, batch + own + other, out)
+
+
+def _with_units_joined(
+    r: Rewriter, terms: tuple[str, str, str], letters: str, first: fx.Node, second: fx.Node
+) -> fx.Node | None:
+    """Return the same product with all units of a factor on one axis, if they index several that are treated alike.
+
+    Args:
+        r: The rewriter.
+        terms: The letters of both factors and of the result.
+        letters: Letters that occur in the same terms.
+        first: First factor.
+        second: Second factor.
+    """
+    one, two, out = terms
+    units = [{term[axis] for axis in unit_axes(r, part)} if set(letters) <= set(term) else set(letters)
+             for term, part in ((one, first), (two, second))]  # fmt: skip
+    group = [letter for letter in letters if all(letter in own for own in units)]
+    if len(group) < 2 or any(r.made_of(part) != "inputs" for part in (first, second)):
+        return None
+    sizes = dict(zip(one + two, (*r.shape(first), *r.shape(second)), strict=True))
+    kept = [letter for letter in dict.fromkeys(out + one + two) if letter not in group[1:]]
+
+    def joined(part: fx.Node, term: str) -> tuple[fx.Node, str]:
+        if group[0] not in term:
+            return part, term
+        order = "".join(letter for letter in term if letter not in group) + "".join(group)
+        part = _ordered(r, part, term, order)
+        return reshaped(r, part, [*r.shape(part)[: -len(group)], -1]), order[: 1 - len(group)]
+
+    (first, one), (second, two) = joined(first, one), joined(second, two)
+    wanted = "".join(letter for letter in kept if letter in out)
+    result = r.insert(aten.einsum.default, f"{one},{two}->{wanted}", [first, second])
+    if group[0] not in out:
+        return result
+    at = wanted.index(group[0])
+    spread = wanted[:at] + "".join(group) + wanted[at + 1 :]
+    return _ordered(r, reshaped(r, result, [sizes[letter] for letter in spread]), spread, out)
 
 
 def are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:

@@ -408,6 +408,10 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
     values = [_spread(trace, _without_kernel(trace, value, axis), axis) for value in values]
+    wide = {label.axes for value in values for label in value.labels if len(label.axes) > 1 and axis not in label.axes}
+    for at, value in enumerate(values):  # learned keys beside those of heads
+        apart = [axes for axes in wide if sum(set(own.axes) <= set(axes) for own in value.labels) > 1]
+        values[at] = (trace._jointly(value, lambda tensor: tensor, apart) if apart else None) or value
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
     if len(kinds) > 1:

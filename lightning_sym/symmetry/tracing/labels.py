@@ -52,7 +52,11 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
     charts, unlike = charts_of(captures)
     for name in unlike & walk.axis_labels.keys():
         walk.fix(Value(tuple(tensors.states[name].shape), walk.axis_labels[name]))
+    positive = {name for name, chart in charts.items() if isinstance(chart, str)}
+    for label in (label for name in positive & walk.axis_labels.keys() for label in walk.axis_labels[name]):
+        walk.constraints.restrict(label)
+        walk.constraints.fix_scales(label.scale, magnitudes=False)
     walk.finish()
     stacked, hidden = unstack(walk.stacks, walk.axis_labels)
     walk.taps = {mark: value for mark, value in walk.taps.items() if mark.name not in hidden}
-    return Labels(walk, Charts(charts, pieces_of(captures)), tensors.unsaved | unlike, stacked)
+    return Labels(walk, Charts(charts, pieces_of(captures)), tensors.unsaved | unlike | positive, stacked)

@@ -52,7 +52,7 @@ from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, 
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
-from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
+from lightning_sym.symmetry.tracing.charts import factored, read_as_gains, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     einsum,
@@ -75,12 +75,13 @@ from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask, without_common
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
+from lightning_sym.symmetry.tracing.segments import spread_edges
 from lightning_sym.symmetry.tracing.sums import (
     gathered,
     normalised,
@@ -111,11 +112,12 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (respell_layers, recognise_batch_norms, cut_results, spell_heads):
+    for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)
     read_behind_layers(rewriter)
+    read_as_gains(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
@@ -644,5 +646,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
+    "softmax": without_common,
     **REWRITES,
 }
