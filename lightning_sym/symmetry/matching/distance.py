@@ -44,11 +44,11 @@ def orbit_distance(
     a: nn.Module,
     b: nn.Module,
     *,
-    balance: bool = True,
-    signs: bool = True,
     restarts: int = 1,
     seed: int = 0,
     max_sweeps: int = 100,
+    balance: bool = True,
+    signs: bool = True,
     device: torch.device | str | None = None,
 ) -> OrbitDistance:
     r"""Bound the distance between two networks up to symmetry: :math:`\min_g |\theta_a - g\,\theta_b|`, both balanced.
@@ -65,11 +65,11 @@ def orbit_distance(
         symmetry: The symmetry of the architecture.
         a: The first network.
         b: The second network.
-        balance: Whether to balance both networks first; otherwise scales are compared unchanged.
-        signs: Whether signs are free.
         restarts: See :func:`weight_matching`.
         seed: See :func:`weight_matching`.
         max_sweeps: See :func:`weight_matching`.
+        balance: Whether to balance both networks first; otherwise scales are compared unchanged.
+        signs: Whether signs are free.
         device: See :func:`weight_matching`.
 
     Returns:
