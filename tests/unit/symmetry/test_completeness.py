@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import Symmetry, completeness, trace_symmetry
 
+pytestmark = pytest.mark.measured
+
 L = nn.Linear
 
 
