@@ -8,11 +8,11 @@ from lightning_sym.dissection.bases import random_rotation as random_rotation
 from lightning_sym.dissection.bases import three_places as three_places
 from lightning_sym.dissection.companions import UnitStatistics as UnitStatistics
 from lightning_sym.dissection.companions import UnitSummary as UnitSummary
-from lightning_sym.dissection.detectors import Detectors as Detectors
-from lightning_sym.dissection.detectors import detectors as detectors
 from lightning_sym.dissection.networks import BasisDissection as BasisDissection
 from lightning_sym.dissection.networks import dissect as dissect
 from lightning_sym.dissection.overlaps import ConceptOverlap as ConceptOverlap
+from lightning_sym.dissection.overlaps import Detectors as Detectors
+from lightning_sym.dissection.overlaps import detectors as detectors
 from lightning_sym.dissection.quantiles import TopQuantile as TopQuantile
 from lightning_sym.dissection.strongest import StrongestImages as StrongestImages
 from lightning_sym.dissection.strongest import strongest_images as strongest_images

@@ -3,6 +3,8 @@
 from lightning_sym._exports import exported
 from lightning_sym.figures._equivalence import FoundPoint as FoundPoint
 from lightning_sym.figures._equivalence import Scale as Scale
+from lightning_sym.figures._panels import measure_label as measure_label
+from lightning_sym.figures._panels import readable_names as readable_names
 from lightning_sym.figures.cards import cards as cards
 from lightning_sym.figures.curve import CurvePlane as CurvePlane
 from lightning_sym.figures.curve import contour_levels as contour_levels
@@ -27,8 +29,6 @@ from lightning_sym.figures.files import check_figure_files as check_figure_files
 from lightning_sym.figures.files import figure_bytes as figure_bytes
 from lightning_sym.figures.files import fitted_figure as fitted_figure
 from lightning_sym.figures.files import write_figure as write_figure
-from lightning_sym.figures.labels import measure_label as measure_label
-from lightning_sym.figures.labels import readable_names as readable_names
 from lightning_sym.figures.similarity import HeatMap as HeatMap
 from lightning_sym.figures.similarity import similarity_maps as similarity_maps
 from lightning_sym.figures.stitching import penalty_heat_map as penalty_heat_map

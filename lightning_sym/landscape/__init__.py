@@ -35,10 +35,10 @@ from lightning_sym.landscape.scale import VolumeExponent as VolumeExponent
 from lightning_sym.landscape.scale import resolution as resolution
 from lightning_sym.landscape.scale import volume_exponent as volume_exponent
 from lightning_sym.landscape.sets import SetNumbers as SetNumbers
+from lightning_sym.landscape.sets import betti_numbers as betti_numbers
+from lightning_sym.landscape.sets import components as components
 from lightning_sym.landscape.sets import describe_set as describe_set
-from lightning_sym.landscape.topology import betti_numbers as betti_numbers
-from lightning_sym.landscape.topology import components as components
-from lightning_sym.landscape.topology import joining_levels as joining_levels
+from lightning_sym.landscape.sets import joining_levels as joining_levels
 from lightning_sym.landscape.two_unit import Moments as Moments
 from lightning_sym.landscape.two_unit import TwoUnitClass as TwoUnitClass
 from lightning_sym.landscape.two_unit import is_relu_line as is_relu_line

@@ -37,7 +37,7 @@ from lightning_sym.tasks import (
     WeightRegressionTask,
     ZooTask,
 )
-from lightning_sym.tasks._divergence import Divergence
+from lightning_sym.tasks._stopping import Divergence
 
 pytestmark = [
     pytest.mark.usefixtures("unproven"),
