@@ -37,6 +37,6 @@ from lightning_sym.callbacks.walk_report import WalkReport as WalkReport
 from lightning_sym.callbacks.weight_regression_report import WeightRegressionReport as WeightRegressionReport
 from lightning_sym.callbacks.zoo_export import ZooExport as ZooExport
 from lightning_sym.callbacks.zoo_report import ZooReport as ZooReport
-from lightning_sym.reports.equivalence_grids import PlaneGrid as PlaneGrid
+from lightning_sym.reports.equivalence import PlaneGrid as PlaneGrid
 
 __all__ = exported(globals())

@@ -268,8 +268,7 @@ def run(asked: Asked) -> None:
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.models import build_light, build_model, example_of
     from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint, stored_input
-    from lightning_sym.orbit.objective import Objective, Watched
-    from lightning_sym.orbit.objectives import cross_entropy
+    from lightning_sym.orbit.objectives import Objective, Watched, cross_entropy
     from lightning_sym.tasks import SquaredDistance
 
     is_random = asked.data == "random"
@@ -407,7 +406,7 @@ def _print(asked: Asked, found: Any) -> None:
     """Print how it went, and where the files are."""
     from rich.console import Console
 
-    from lightning_sym.reports.table import ResultTable
+    from lightning_sym.reports.report import ResultTable
 
     console = Console(width=80)
     say = functools.partial(console.print, highlight=False, markup=False)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checkpoint_files import ELEMENT, HISTORY, REPORT, check_out, element_in, files_of_result, single
 from lightning_sym._checks import is_integer
-from lightning_sym._documents import load_json
-from lightning_sym._files import write_atomically
+from lightning_sym._files import load_json, write_atomically
 from lightning_sym._text import name_of_callable
 from lightning_sym.connectivity.interpolation import Loss
 from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of
@@ -26,7 +25,7 @@ from lightning_sym.merging.evaluation import Data, Evaluation, Inputs
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import example_of
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
-from lightning_sym.orbit.objective import Objective
+from lightning_sym.orbit.objectives import Objective
 from lightning_sym.orbit.problem import Function
 from lightning_sym.orbit.steps import OrbitStep
 from lightning_sym.symmetry.base import Symmetry, unchecked

@@ -5,7 +5,7 @@ from lightning_sym._statistics import bootstrap_over_models as bootstrap_over_mo
 from lightning_sym._statistics import student_interval as student_interval
 from lightning_sym.reports.report import Column as Column
 from lightning_sym.reports.report import Report as Report
-from lightning_sym.reports.table import ResultTable as ResultTable
-from lightning_sym.reports.table import RunResults as RunResults
+from lightning_sym.reports.report import ResultTable as ResultTable
+from lightning_sym.reports.report import RunResults as RunResults
 
 __all__ = exported(globals())
