@@ -72,7 +72,7 @@ def text_table(
             if cells is None:
                 made.add_section()
             else:
-                made.add_row(*(_plain(_cut(cells[index], most)) for index in shown if index < len(cells)))
+                made.add_row(*(_escaped(_cut(cells[index], most)) for index in shown if index < len(cells)))
         return made
 
     everything = range(len(columns))
@@ -127,7 +127,7 @@ def bold(text: str) -> str:
     return f"{_BOLD}{escape(text)}[/bold]"
 
 
-def _plain(cell: str) -> str:
+def _escaped(cell: str) -> str:
     """Return a cell of the table: a name with brackets is no markup."""
     return cell if cell.startswith(_BOLD) or "\\[" in cell else escape(cell)
 
