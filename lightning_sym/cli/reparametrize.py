@@ -268,7 +268,8 @@ def run(asked: Asked) -> None:
     from lightning_sym.merging.checkpoint import find_checkpoints, model_of
     from lightning_sym.models import build_light, build_model, example_of
     from lightning_sym.orbit.files import calibration_batch, reparametrize_checkpoint, stored_input
-    from lightning_sym.orbit.objectives import Objective, Watched, cross_entropy
+    from lightning_sym.orbit.objective import Objective, Watched
+    from lightning_sym.orbit.objectives import cross_entropy
     from lightning_sym.tasks import SquaredDistance
 
     is_random = asked.data == "random"

@@ -12,8 +12,8 @@ from lightning_sym.orbit.hand_made import cross_layer_equalization as cross_laye
 from lightning_sym.orbit.hand_made import prune_by_wanda as prune_by_wanda
 from lightning_sym.orbit.hand_made import smooth_quant as smooth_quant
 from lightning_sym.orbit.least_norm import least_norm as least_norm
+from lightning_sym.orbit.objective import Objective as Objective
 from lightning_sym.orbit.objectives import OBJECTIVES as OBJECTIVES
-from lightning_sym.orbit.objectives import Objective as Objective
 from lightning_sym.orbit.objectives import gradient_norm as gradient_norm
 from lightning_sym.orbit.objectives import objective_named as objective_named
 from lightning_sym.orbit.objectives import path_norm as path_norm

@@ -17,7 +17,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym._notebook import Tabular
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
-from lightning_sym.orbit.objectives import Objective
+from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function, OrbitProblem
 from lightning_sym.orbit.steps import OrbitStep, by_adam, by_lbfgs
 from lightning_sym.symmetry.base import Symmetry, unchecked

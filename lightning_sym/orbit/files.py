@@ -25,7 +25,7 @@ from lightning_sym.merging.evaluation import Data, Evaluation, Inputs
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import example_of
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
-from lightning_sym.orbit.objectives import Objective
+from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function
 from lightning_sym.orbit.steps import OrbitStep
 from lightning_sym.symmetry.base import Symmetry, unchecked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.orbit.directions import KINDS, OrbitDirections
-from lightning_sym.orbit.objectives import Objective
+from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import Charts, charted, uncharted

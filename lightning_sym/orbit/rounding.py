@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
-from lightning_sym.orbit.objectives import check_batches
+from lightning_sym.orbit.objective import check_batches
 from lightning_sym.orbit.view import call_of
 from lightning_sym.symmetry.tracing.calls import Call
 

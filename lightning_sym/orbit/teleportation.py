@@ -17,7 +17,8 @@ from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.orbit.closed_forms import least_squares
 from lightning_sym.orbit.descent import minimize_on_orbit, moving_directions
 from lightning_sym.orbit.directions import ALL, KINDS, kinds_of
-from lightning_sym.orbit.objectives import Objective, gradient_norm, weight_norm
+from lightning_sym.orbit.objective import Objective
+from lightning_sym.orbit.objectives import gradient_norm, weight_norm
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import double_copy

@@ -33,7 +33,7 @@ from lightning_sym.networks import MultiLayerPerceptron, VisionTransformer
 from lightning_sym.orbit import minimize_on_orbit, objectives, reparametrize_checkpoint, round_to_nearest, weight_norm
 from lightning_sym.orbit.directions import KINDS
 from lightning_sym.orbit.files import calibration_batch, stored_input
-from lightning_sym.orbit.objectives import Watched
+from lightning_sym.orbit.objective import Watched
 from lightning_sym.symmetry import files as symmetry_files
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.zoo import ModelZoo
