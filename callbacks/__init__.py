@@ -1,80 +1,42 @@
 """Callbacks: measurements and updates during training, and reports at the end."""
 
-from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration, RecalibrationTargets
-from lightning_sym.callbacks.calibration_report import CalibrationReport
-from lightning_sym.callbacks.curvature_monitor import CurvatureMonitor
-from lightning_sym.callbacks.curve_geometry import CurveGeometry
-from lightning_sym.callbacks.curve_report import CurveReport
-from lightning_sym.callbacks.dissection_report import DissectionReport
-from lightning_sym.callbacks.ensemble_report import EnsembleReport
-from lightning_sym.callbacks.equivalence_report import EquivalenceReport
-from lightning_sym.callbacks.fast_geometric_ensemble import FastGeometricEnsemble
-from lightning_sym.callbacks.figure_files import FigureFiles
-from lightning_sym.callbacks.learning_coefficient import LearningCoefficient
-from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood
-from lightning_sym.callbacks.matching_report import MatchingReport
-from lightning_sym.callbacks.merging_report import MergingReport
-from lightning_sym.callbacks.orbit_report import OrbitReport
-from lightning_sym.callbacks.pruning_report import PruningReport
-from lightning_sym.callbacks.publishing import (
-    publish_figure,
-    publish_numbers,
-    publish_results,
-    publish_table,
-    publish_text,
-)
-from lightning_sym.callbacks.report import RunReport
-from lightning_sym.callbacks.rotation_report import RotationReport
-from lightning_sym.callbacks.similarity_monitor import SimilarityMonitor
-from lightning_sym.callbacks.similarity_of_zoos_report import SimilarityOfZoosReport
-from lightning_sym.callbacks.similarity_report import SimilarityReport
-from lightning_sym.callbacks.spectrum_report import SpectrumReport
-from lightning_sym.callbacks.stitching_report import StitchingReport
-from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor
-from lightning_sym.callbacks.symmetry_teleportation import SymmetryTeleportation
-from lightning_sym.callbacks.teleportation_report import TeleportationReport
-from lightning_sym.callbacks.walk_report import WalkReport
-from lightning_sym.callbacks.weight_regression_report import WeightRegressionReport
-from lightning_sym.callbacks.zoo_export import ZooExport
-from lightning_sym.callbacks.zoo_report import ZooReport
-from lightning_sym.reports.equivalence_grids import PlaneGrid
+from lightning_sym._exports import exported
+from lightning_sym.callbacks.batch_norm_recalibration import BatchNormRecalibration as BatchNormRecalibration
+from lightning_sym.callbacks.batch_norm_recalibration import RecalibrationTargets as RecalibrationTargets
+from lightning_sym.callbacks.calibration_report import CalibrationReport as CalibrationReport
+from lightning_sym.callbacks.curvature_monitor import CurvatureMonitor as CurvatureMonitor
+from lightning_sym.callbacks.curve_geometry import CurveGeometry as CurveGeometry
+from lightning_sym.callbacks.curve_report import CurveReport as CurveReport
+from lightning_sym.callbacks.dissection_report import DissectionReport as DissectionReport
+from lightning_sym.callbacks.ensemble_report import EnsembleReport as EnsembleReport
+from lightning_sym.callbacks.equivalence_report import EquivalenceReport as EquivalenceReport
+from lightning_sym.callbacks.fast_geometric_ensemble import FastGeometricEnsemble as FastGeometricEnsemble
+from lightning_sym.callbacks.figure_files import FigureFiles as FigureFiles
+from lightning_sym.callbacks.learning_coefficient import LearningCoefficient as LearningCoefficient
+from lightning_sym.callbacks.marginal_likelihood import MarginalLikelihood as MarginalLikelihood
+from lightning_sym.callbacks.matching_report import MatchingReport as MatchingReport
+from lightning_sym.callbacks.merging_report import MergingReport as MergingReport
+from lightning_sym.callbacks.orbit_report import OrbitReport as OrbitReport
+from lightning_sym.callbacks.pruning_report import PruningReport as PruningReport
+from lightning_sym.callbacks.publishing import publish_figure as publish_figure
+from lightning_sym.callbacks.publishing import publish_numbers as publish_numbers
+from lightning_sym.callbacks.publishing import publish_results as publish_results
+from lightning_sym.callbacks.publishing import publish_table as publish_table
+from lightning_sym.callbacks.publishing import publish_text as publish_text
+from lightning_sym.callbacks.report import RunReport as RunReport
+from lightning_sym.callbacks.rotation_report import RotationReport as RotationReport
+from lightning_sym.callbacks.similarity_monitor import SimilarityMonitor as SimilarityMonitor
+from lightning_sym.callbacks.similarity_of_zoos_report import SimilarityOfZoosReport as SimilarityOfZoosReport
+from lightning_sym.callbacks.similarity_report import SimilarityReport as SimilarityReport
+from lightning_sym.callbacks.spectrum_report import SpectrumReport as SpectrumReport
+from lightning_sym.callbacks.stitching_report import StitchingReport as StitchingReport
+from lightning_sym.callbacks.symmetry_monitor import SymmetryMonitor as SymmetryMonitor
+from lightning_sym.callbacks.symmetry_teleportation import SymmetryTeleportation as SymmetryTeleportation
+from lightning_sym.callbacks.teleportation_report import TeleportationReport as TeleportationReport
+from lightning_sym.callbacks.walk_report import WalkReport as WalkReport
+from lightning_sym.callbacks.weight_regression_report import WeightRegressionReport as WeightRegressionReport
+from lightning_sym.callbacks.zoo_export import ZooExport as ZooExport
+from lightning_sym.callbacks.zoo_report import ZooReport as ZooReport
+from lightning_sym.reports.equivalence import PlaneGrid as PlaneGrid
 
-__all__ = [
-    "BatchNormRecalibration",
-    "CalibrationReport",
-    "CurvatureMonitor",
-    "CurveGeometry",
-    "CurveReport",
-    "DissectionReport",
-    "EnsembleReport",
-    "EquivalenceReport",
-    "FastGeometricEnsemble",
-    "FigureFiles",
-    "LearningCoefficient",
-    "MarginalLikelihood",
-    "MatchingReport",
-    "MergingReport",
-    "OrbitReport",
-    "PlaneGrid",
-    "PruningReport",
-    "RecalibrationTargets",
-    "RotationReport",
-    "RunReport",
-    "SimilarityMonitor",
-    "SimilarityOfZoosReport",
-    "SimilarityReport",
-    "SpectrumReport",
-    "StitchingReport",
-    "SymmetryMonitor",
-    "SymmetryTeleportation",
-    "TeleportationReport",
-    "WalkReport",
-    "WeightRegressionReport",
-    "ZooExport",
-    "ZooReport",
-    "publish_figure",
-    "publish_numbers",
-    "publish_results",
-    "publish_table",
-    "publish_text",
-]
+__all__ = exported(globals())

@@ -9,8 +9,8 @@ from lightning_sym._distributed import gathered
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, finite
 from lightning_sym.reports.learning_coefficients import coefficient_record, coefficient_results
+from lightning_sym.reports.report import counted, finite
 from lightning_sym.tasks import AnalyticLandscapesTask
 
 

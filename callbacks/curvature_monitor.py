@@ -22,8 +22,8 @@ from lightning_sym.curvature import (
     trace,
 )
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import picked
 from lightning_sym.reports.curvature_monitor import monitor_results, monitor_scalars
+from lightning_sym.reports.report import picked
 from lightning_sym.zoo import versions
 
 State = Mapping[str, Tensor]

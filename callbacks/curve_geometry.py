@@ -12,8 +12,8 @@ from lightning_sym.connectivity import curve_geometry
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import picked
 from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
+from lightning_sym.reports.report import picked
 from lightning_sym.tasks import CurveTask
 
 

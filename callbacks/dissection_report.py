@@ -8,8 +8,8 @@ from lightning_sym._checks import check_integers
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.dissection import dissection_results
+from lightning_sym.reports.report import counted, picked
 from lightning_sym.tasks import DissectionTask
 
 

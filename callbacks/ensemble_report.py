@@ -16,8 +16,8 @@ from lightning_sym.connectivity import Curve
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.ensembles import ensemble_scores, log_probabilities
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
+from lightning_sym.reports.report import counted, picked
 from lightning_sym.zoo import ModelZoo
 
 _OF_ZOOS = ("network", "kept")

@@ -32,9 +32,17 @@ from lightning_sym.landscape import (
     weight_vector,
 )
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import picked
-from lightning_sym.reports.equivalence import SearchData, equivalence_results, point_rows
-from lightning_sym.reports.equivalence_grids import EvaluatedGrid, PlaneGrid, PlanePoint, Through, evaluated_grids
+from lightning_sym.reports.equivalence import (
+    EvaluatedGrid,
+    PlaneGrid,
+    PlanePoint,
+    SearchData,
+    Through,
+    equivalence_results,
+    evaluated_grids,
+    point_rows,
+)
+from lightning_sym.reports.report import picked
 from lightning_sym.tasks import EquivalenceTask, FoundWeights
 
 _TWO_UNIT_WEIGHTS = 4

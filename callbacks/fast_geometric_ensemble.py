@@ -23,8 +23,8 @@ from lightning_sym.ensembles import Scores, cyclical_learning_rate, ensemble_sco
 from lightning_sym.landscape import weight_vector
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
+from lightning_sym.reports.report import counted, picked
 from lightning_sym.zoo import rebuild_manifest, versions, write_member
 
 State = dict[str, Tensor]

@@ -15,8 +15,8 @@ from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite
 from lightning_sym.landscape import learning_coefficient
 from lightning_sym.landscape.langevin import METHODS, Method
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, over_members, picked
 from lightning_sym.reports.learning_coefficients import coefficient_record, coefficient_results, refused_record
+from lightning_sym.reports.report import counted, over_members, picked
 from lightning_sym.zoo import versions
 
 _NEVER = 2**62  # epochs between two points, to measure only the end

@@ -19,8 +19,8 @@ from lightning_sym.curvature.engines import ENGINES, engine_for
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import picked
 from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, layer_types, member_name
+from lightning_sym.reports.report import picked
 
 _MOST_SKIPPED = 3
 

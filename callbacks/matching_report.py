@@ -19,8 +19,8 @@ from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, picked
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
+from lightning_sym.reports.report import counted, picked
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED

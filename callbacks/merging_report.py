@@ -17,7 +17,6 @@ from lightning_sym.merging import align
 from lightning_sym.merging.methods import merge_method, merge_tensors
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted
 from lightning_sym.reports.merged_tasks import (
     ALIGNED,
     ALONE,
@@ -34,6 +33,7 @@ from lightning_sym.reports.merged_tasks import (
     MergedAccuracy,
     merged_task_results,
 )
+from lightning_sym.reports.report import counted
 from lightning_sym.tasks import FineTuneTask
 
 METHODS: Mapping[str, Mapping[str, Any]] = {

@@ -8,8 +8,8 @@ from pytorch_lightning import Trainer
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted
 from lightning_sym.reports.pruning import PrunedMember, pruning_results
+from lightning_sym.reports.report import counted
 from lightning_sym.tasks import RashomonPruning
 from lightning_sym.zoo import rebuild_manifest, write_member
 

@@ -8,7 +8,7 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.callbacks.similarity_report import found_by, zoos_of
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted
+from lightning_sym.reports.report import counted
 from lightning_sym.reports.similarity import similarity_of_zoos_results
 from lightning_sym.tasks import SimilarityOfZoosTask
 

@@ -7,7 +7,7 @@ from pytorch_lightning import Trainer
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted
+from lightning_sym.reports.report import counted
 from lightning_sym.reports.similarity import Similarities, similarity_results
 from lightning_sym.tasks import SimilarityTask
 

@@ -16,7 +16,7 @@ from lightning_sym.curvature import CurvatureOperator, canonical_operator, sharp
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted
+from lightning_sym.reports.report import counted
 from lightning_sym.reports.spectra import MemberSpectrum, spectrum_results
 from lightning_sym.symmetry import trace_symmetry
 

@@ -11,7 +11,7 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted, picked
+from lightning_sym.reports.report import counted, picked
 from lightning_sym.reports.stitching import AS_IS, RECALIBRATED, differs_by_number, stitching_results
 from lightning_sym.tasks import StitchingTask
 

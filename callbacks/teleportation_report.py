@@ -10,7 +10,7 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import counted
+from lightning_sym.reports.report import counted
 from lightning_sym.reports.teleportation import teleportation_results
 from lightning_sym.tasks import TeleportationTask
 

@@ -11,7 +11,7 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.landscape import orbit_distances, sample_sgld, walk_level_set
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.cells import picked
+from lightning_sym.reports.report import picked
 from lightning_sym.reports.walk import walk_results
 from lightning_sym.tasks import EquivalenceTask
 

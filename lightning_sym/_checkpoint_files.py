@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_sym._documents import read_json
-from lightning_sym._files import is_temporary
+from lightning_sym._files import is_temporary, read_json
 from lightning_sym._text import nearest
 
 # Files with the weights of a model, in the search order of from_pretrained.

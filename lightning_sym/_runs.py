@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._documents import TooLargeError, load_yaml, read_json
+from lightning_sym._files import TooLargeError, load_yaml, read_json
 from lightning_sym._text import unknown
 
 CONFIG = "config.yaml"

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 import lightning_sym.networks
 from lightning_sym._checkpoint_files import check_model_folder, unknown_model_type
-from lightning_sym._documents import load_json
+from lightning_sym._files import load_json
 from lightning_sym._text import nearest
 from lightning_sym.symmetry import Call, without_weights
 from lightning_sym.symmetry.tracing.capture import first_names

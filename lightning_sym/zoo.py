@@ -43,8 +43,7 @@ from torch import Tensor, nn
 from lightning_sym._checkpoint_files import MANIFEST
 from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._claims import Claim
-from lightning_sym._documents import load_json
-from lightning_sym._files import write_atomically
+from lightning_sym._files import load_json, write_atomically
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import ranges
 from lightning_sym.networks import Network, architecture_name, build

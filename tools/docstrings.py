@@ -3,6 +3,7 @@
 An extension of griffe, with which mkdocstrings reads the package.
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -19,12 +20,18 @@ _BLOCK = re.compile(r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 +\S)))*)
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring before mkdocstrings parses it."""
+    """Rewrites every docstring before mkdocstrings parses it, and finds the exports of packages."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of a class, function, attribute or module."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value, obj)
+
+    def on_module_members(self, *, node: Any, mod: griffe.Module, **_: Any) -> None:
+        """Note what a package exports: the names that it imports as themselves."""
+        if "__all__" in mod.members and isinstance(node, ast.Module):
+            imports = [one for one in ast.walk(node) if isinstance(one, ast.ImportFrom)]
+            mod.exports = [alias.name for one in imports for alias in one.names if alias.name == alias.asname]
 
 
 def markdown(text: str, obj: griffe.Object) -> str:

@@ -145,7 +145,7 @@ def numbers(device: str) -> Iterator[tuple[str, Check]]:
 
 def settings_of(device: str, folder: Path) -> dict[str, Any]:
     """Return the settings of trainers."""
-    from lightning_sym.cli.metrics_csv import MetricsCSV
+    from lightning_sym.cli.loggers import MetricsCSV
 
     logger = MetricsCSV(folder)
     return {"folder": folder, "accelerator": "cpu" if device == "cpu" else "gpu", "devices": 1, "logger": logger}

@@ -69,9 +69,8 @@ def summaries(room: str) -> Iterator[tuple[str, str]]:
         room: ``tasks``, ``networks``, ``datamodules`` or ``callbacks``.
     """
     for folder in folders(f"{_PACKAGE}.{room}"):
-        nodes = ast.walk(_parsed(folder / "__init__.py"))
-        words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        for name in sorted(word for word in words if word.isidentifier() and word not in _BASES):
+        aliases = (alias for node in ast.walk(_parsed(folder / "__init__.py")) for alias in getattr(node, "names", ()))
+        for name in sorted(alias.name for alias in aliases if alias.name == alias.asname not in _BASES):
             definition = definition_of(name)
             if definition is not None and _derives(definition, _ROOTS[room]):
                 yield name, (ast.get_docstring(definition) or "").partition("\n")[0]

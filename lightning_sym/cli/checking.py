@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._documents import StrictLoader, load_yaml
+from lightning_sym._files import StrictLoader, load_yaml
 from lightning_sym._text import nearest, unknown
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.given import merge, read_given, standing_alone, unknown_option, with_one_dash, without_value

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sym._documents import load_yaml
+from lightning_sym._files import load_yaml
 from lightning_sym._text import LARGEST_SEED, initials, nearest
 
 Tree = dict[str, Any]

@@ -318,7 +318,7 @@ def _report(zoo: Any, files: Sequence[str], data: str, *, regression: bool) -> N
         data: The options that name the data; empty if they are not known.
         regression: Whether the targets are values, not classes.
     """
-    from lightning_sym.reports.cells import counted
+    from lightning_sym.reports.report import counted
 
     print_members(zoo, files)
     package = own_package(zoo)

@@ -33,21 +33,19 @@ from safetensors.torch import save as save_safetensors
 import lightning_sym.tasks  # noqa: F401 (classes that have been imported can be named without their full path)
 from lightning_sym._checkpoint_files import TORCH, other_format
 from lightning_sym._claims import Claim
-from lightning_sym._documents import TooLargeError, load_yaml
-from lightning_sym._files import remove_abandoned, write_atomically
+from lightning_sym._files import TooLargeError, load_yaml, remove_abandoned, write_atomically
 from lightning_sym._text import USAGE
 from lightning_sym._trust import SETTINGS, check_settings, resolve
 from lightning_sym.callbacks import FigureFiles, ZooExport, publish_text
 from lightning_sym.cli.annotations import fitting_size, takes_anything, unsaid_pair, unsubscripted
 from lightning_sym.cli.checkpoints import AtomicCheckpointIO, RunCheckpoint
 from lightning_sym.cli.given import LINKED, classes, full_path, merge, read_given
+from lightning_sym.cli.loggers import MetricsCSV, RunTensorBoard
 from lightning_sym.cli.messages import class_at, explain, first_missing, object_at, show_traceback
-from lightning_sym.cli.metrics_csv import MetricsCSV
 from lightning_sym.cli.places import check_checkpoint, check_run_folder, named_modules
 from lightning_sym.cli.processes import watch_over
 from lightning_sym.cli.requirements import Requirement, find_requirements, make, redirect
 from lightning_sym.cli.summary import RunSummary
-from lightning_sym.cli.tensorboard import RunTensorBoard
 from lightning_sym.cli.watch import Watch
 from lightning_sym.networks import Network, build
 

@@ -407,7 +407,7 @@ def _print(asked: Asked, found: Any) -> None:
     """Print how it went, and where the files are."""
     from rich.console import Console
 
-    from lightning_sym.reports.table import ResultTable
+    from lightning_sym.reports.report import ResultTable
 
     console = Console(width=80)
     say = functools.partial(console.print, highlight=False, markup=False)

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
-from lightning_sym.reports.cells import counted
+from lightning_sym.reports.report import counted
 from lightning_sym.tasks.population_interface import PopulationInterface
 from lightning_sym.zoo import ModelZoo
 

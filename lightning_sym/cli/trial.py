@@ -20,8 +20,8 @@ from rich.console import Console
 from lightning_sym.cli.estimate import Asked
 from lightning_sym.cli.lightning import RecipeCLI
 from lightning_sym.cli.requirements import make
-from lightning_sym.reports.cells import text_table
 from lightning_sym.reports.costs import Network, RunCosts, Times, cost_table, sharing_table
+from lightning_sym.reports.report import text_table
 
 _EPOCHS = 3  # the first one warms up
 _WARM = 3  # steps at the beginning that are not counted

@@ -14,8 +14,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_known
-from lightning_sym._documents import load_json
-from lightning_sym._files import write_atomically
+from lightning_sym._files import load_json, write_atomically
 from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, LossOptions, split_losses
 from lightning_sym.landscape.planes import WeightPlane, trainable, weight_tensors
 

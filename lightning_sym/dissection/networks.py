@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from lightning_sym._distributed import device_of, wide_device
 from lightning_sym.dissection.bases import in_bases
 from lightning_sym.dissection.companions import UnitStatistics, UnitSummary
-from lightning_sym.dissection.detectors import Detectors, detectors
-from lightning_sym.dissection.overlaps import ConceptOverlap
+from lightning_sym.dissection.overlaps import ConceptOverlap, Detectors, detectors
 from lightning_sym.dissection.quantiles import TopQuantile
 from lightning_sym.similarity import features_of
 
@@ -47,7 +46,7 @@ class BasisDissection:
     summary: UnitSummary
 
     def detectors(self, least: float = 0.04) -> Detectors:
-        """Return the concept detectors, see :func:`lightning_sym.dissection.detectors`."""
+        """Return the concept detectors, see :func:`lightning_sym.dissection.overlaps`."""
         return detectors(self.overlaps, least)
 
 

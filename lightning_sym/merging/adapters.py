@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_sym._documents import read_json
-from lightning_sym._files import write_atomically
+from lightning_sym._files import read_json, write_atomically
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
 from lightning_sym.merging.methods import METHODS as FORMULAS

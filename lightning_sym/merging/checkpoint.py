@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checkpoint_files import CONFIGURATION, Found, check_described, configuration_in, locate
-from lightning_sym._documents import load_json
+from lightning_sym._files import load_json
 from lightning_sym._text import unknown
 from lightning_sym.merging.folders import configured_as, files_beside, notes_beside
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors

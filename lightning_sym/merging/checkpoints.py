@@ -21,8 +21,7 @@ from lightning_sym.merging.alignment import HOW, Alignment, How, aligned_without
 from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
 from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of
-from lightning_sym.merging.equal_weights import equal_weights
-from lightning_sym.merging.equality import Equality, equality, rounding_of
+from lightning_sym.merging.equality import Equality, equal_weights, equality, rounding_of
 from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
 from lightning_sym.merging.folders import check_configurations
 from lightning_sym.merging.formulas import Tally

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lightning_sym._checks import check_seeds, is_integer
-from lightning_sym._documents import StrictLoader, load_yaml, read_json
+from lightning_sym._files import StrictLoader, load_yaml, read_json
 from lightning_sym._text import nearest, unknown
 from lightning_sym._trust import NETWORKS, SETTINGS, check_settings, resolve
 from lightning_sym.merging.adapters import MergedAdapters, is_adapter

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_sym._checkpoint_files import CONFIGURATION, configuration_in
-from lightning_sym._documents import load_json, read_json
+from lightning_sym._files import load_json, read_json
 from lightning_sym.models import with_defaults
 
 # Weights, in any format, and descriptions of them.

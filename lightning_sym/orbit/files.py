@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lightning_sym._checkpoint_files import ELEMENT, HISTORY, REPORT, check_out, element_in, files_of_result, single
 from lightning_sym._checks import is_integer
-from lightning_sym._documents import load_json
-from lightning_sym._files import write_atomically
+from lightning_sym._files import load_json, write_atomically
 from lightning_sym._text import name_of_callable
 from lightning_sym.connectivity.interpolation import Loss
 from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of

@@ -1,7 +1,11 @@
 """Data of a finished run in, tables, figures and a summary out; no Lightning. One file for each experiment."""
 
-from lightning_sym._statistics import bootstrap_over_models, student_interval
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym._exports import exported
+from lightning_sym._statistics import bootstrap_over_models as bootstrap_over_models
+from lightning_sym._statistics import student_interval as student_interval
+from lightning_sym.reports.report import Column as Column
+from lightning_sym.reports.report import Report as Report
+from lightning_sym.reports.report import ResultTable as ResultTable
+from lightning_sym.reports.report import RunResults as RunResults
 
-__all__ = ["Column", "Report", "ResultTable", "RunResults", "bootstrap_over_models", "student_interval"]
+__all__ = exported(globals())

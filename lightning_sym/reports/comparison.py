@@ -21,8 +21,7 @@ from lightning_sym._statistics import student_interval
 from lightning_sym._tags import is_detail
 from lightning_sym._text import ranges
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import broken_name, counted, text_table, unique
-from lightning_sym.reports.table import ResultTable
+from lightning_sym.reports.report import ResultTable, broken_name, counted, text_table, unique
 
 UNITS = {
     "runs": "runs with this number, which differ by seed only",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_sym.reports.table import ResultTable
+from lightning_sym.reports.report import ResultTable
 
 UNITS = {
     "times": "how often the part comes in a whole run",

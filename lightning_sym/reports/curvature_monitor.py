@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_sym.figures import Chart, Marks, epoch_panel
-from lightning_sym.reports.cells import over_members
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, RunResults, over_members
 
 Point = Mapping[str, Any]
 QUANTITIES = ("loss", "top_eigenvalue", "along_step", "trace", "trace_error")

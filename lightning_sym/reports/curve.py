@@ -15,9 +15,8 @@ from lightning_sym._tags import details, tag
 from lightning_sym.connectivity import Barrier, Curve, CurveSummary
 from lightning_sym.figures import CurvePlane, curve_planes
 from lightning_sym.landscape import WeightPlane
-from lightning_sym.reports.cells import Row, averages, finite, grouped, text_table, unique
 from lightning_sym.reports.paths import path_chart
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, Row, RunResults, averages, finite, grouped, text_table, unique
 
 Pair = tuple[int, int]
 SPLITS = ("train", "test")

@@ -13,8 +13,7 @@ from lightning_sym.connectivity import CurveShape, PointGeometry
 from lightning_sym.connectivity.curves import CurveKind
 from lightning_sym.connectivity.geometry import DIRECTIONS, TOLERANCE
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, bold, finite, numeric, text_table
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, Row, RunResults, bold, finite, numeric, text_table
 
 UNITS = {
     "t": "place on the curve, 0 (first network) to 1 (second network)",

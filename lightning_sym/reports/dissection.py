@@ -17,8 +17,7 @@ from lightning_sym._statistics import student_interval
 from lightning_sym._tags import tag
 from lightning_sym.dissection import BasisDissection, StrongestImages, three_places
 from lightning_sym.figures import Chart, Marks, Panel, Strip, unit_images
-from lightning_sym.reports.cells import Row, finite, grouped, numeric, text_table, unique
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, Row, RunResults, finite, grouped, numeric, text_table, unique
 
 QUANTITIES = (
     "interpretable",

@@ -6,9 +6,17 @@ from typing import Any
 
 from lightning_sym.ensembles import EnsembleScores
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, averages, finite, grouped, spread_cell
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import (
+    Column,
+    Report,
+    ResultTable,
+    Row,
+    RunResults,
+    averages,
+    finite,
+    grouped,
+    spread_cell,
+)
 
 _LOSS = "ensemble/loss/"
 

@@ -10,8 +10,7 @@ from rich.table import Table
 
 from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.landscape import LearningCoefficientEstimate
-from lightning_sym.reports.cells import Row, finite, text_table, unique
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, Row, RunResults, finite, text_table, unique
 
 UNITS = {
     "estimate": "local learning coefficient; empty if it was refused",

@@ -7,9 +7,7 @@ from typing import Any
 
 from lightning_sym._tags import details
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, grouped, in_points, spread_cell
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import RunResults
+from lightning_sym.reports.report import Column, Report, Row, RunResults, grouped, in_points, spread_cell
 
 ONE_PARENT, ONE_MOVED = "one parent", "one moved"
 TWO_SEEDS, OTHER_SEED = "two seeds", "vector of other seed"

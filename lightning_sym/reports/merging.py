@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_sym.merging import MergedCheckpoints
 from lightning_sym.reports.paths import path_chart
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, RunResults
 
 UNITS = {
     "loss": "mean over the test data; batch norms of merged networks are recomputed",

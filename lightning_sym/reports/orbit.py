@@ -12,9 +12,7 @@ from rich.table import Table
 from lightning_sym._statistics import student_interval
 from lightning_sym._tags import overview, tag
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite, grouped, in_points, text_table, unique
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import RunResults
+from lightning_sym.reports.report import Column, Report, Row, RunResults, finite, grouped, in_points, text_table, unique
 
 ARMS = {
     "trained": "as trained",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row
+from lightning_sym.reports.report import Row
 
 # Name, color and style of each method and path, the same in all charts.
 LOOKS: Mapping[str, Mapping[str, Any]] = {

@@ -9,9 +9,7 @@ from typing import Any
 from lightning_sym._tags import details
 from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.landscape import PruningStep
-from lightning_sym.reports.cells import Row, counted
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import RunResults
+from lightning_sym.reports.report import Column, Report, Row, RunResults, counted
 
 
 def _panel(quantity: str, title: str, ylabel: str, factor: float = 1, log: str = "x") -> Panel:

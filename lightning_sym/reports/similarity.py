@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
 from lightning_sym.figures import Chart, HeatMap, Marks, Panel, measure_label, similarity_maps
-from lightning_sym.reports.cells import Row, bold, finite, numeric, text_table, unique
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, Row, RunResults, bold, finite, numeric, text_table, unique
 
 Pair = tuple[int, int]
 UNITS = {

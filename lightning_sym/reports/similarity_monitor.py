@@ -17,8 +17,7 @@ from lightning_sym._tags import details, tag
 from lightning_sym._text import unknown
 from lightning_sym.figures import Chart, Marks, epoch_panel, measure_label
 from lightning_sym.networks import Network, architecture_name
-from lightning_sym.reports.cells import finite
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, RunResults, finite
 from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
 from lightning_sym.symmetry import ChannelGroup, trace_symmetry
 from lightning_sym.weights import check_numbers_alike

@@ -10,9 +10,7 @@ from matplotlib.figure import Figure
 
 from lightning_sym.curvature import SharpnessModuloSymmetry, SpectralDensity
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, finite
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import RunResults
+from lightning_sym.reports.report import Column, Report, Row, RunResults, finite
 
 _PLACES = ("raw", "balanced", "modulo_symmetry")
 _WHAT = "Hessian modulo symmetry of the members of a zoo"

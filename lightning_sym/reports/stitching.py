@@ -13,8 +13,10 @@ from rich.table import Table
 from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import details, tag
 from lightning_sym.figures import Chart, Marks, Panel, penalty_heat_map
-from lightning_sym.reports.cells import (
+from lightning_sym.reports.report import (
+    ResultTable,
     Row,
+    RunResults,
     bold,
     finite,
     grouped,
@@ -25,7 +27,6 @@ from lightning_sym.reports.cells import (
     text_table,
     unique,
 )
-from lightning_sym.reports.table import ResultTable, RunResults
 
 AS_IS, RECALIBRATED, NO_NORM = "as is", "recalibrated", "none"
 _TITLES = {AS_IS: "batch norm statistics as training left them", RECALIBRATED: "statistics recalibrated"}

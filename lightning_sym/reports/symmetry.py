@@ -13,8 +13,7 @@ from lightning_sym._random import seeded
 from lightning_sym._tags import MOST_CURVES, overview, tag
 from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import architecture_name
-from lightning_sym.reports.cells import finite, over_members
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, RunResults, finite, over_members
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
 
 Numbers: TypeAlias = dict[str, float]

@@ -8,9 +8,7 @@ from typing import Any
 
 from lightning_sym._statistics import student_interval
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row, grouped, spread_cell
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import RunResults
+from lightning_sym.reports.report import Column, Report, Row, RunResults, grouped, spread_cell
 
 
 def _loss(row: Row) -> str:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_sym.figures import Chart, Marks, Panel
 from lightning_sym.landscape import LevelSetWalk, OrbitDistances, SGLDSamples
-from lightning_sym.reports.cells import text_table
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, RunResults, text_table
 
 UNITS = {
     "J": "mean over inputs of the squared distance to the teacher's outputs, summed over outputs",

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 from lightning_sym._tags import details
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.cells import Row
-from lightning_sym.reports.report import Column, Report
-from lightning_sym.reports.table import RunResults
+from lightning_sym.reports.report import Column, Report, Row, RunResults
 
 CONSTANT = "constant"
 _SAMPLES = 2000

@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from lightning_sym.figures import Chart, Marks, Panel, confusion_matrix
-from lightning_sym.reports.cells import Row, text_table
-from lightning_sym.reports.table import ResultTable, RunResults
+from lightning_sym.reports.report import ResultTable, Row, RunResults, text_table
 from lightning_sym.zoo import statistics
 
 UNITS = {

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_sym._checkpoint_files import SAFETENSORS, other_format
-from lightning_sym._documents import load_json
-from lightning_sym._files import hold, is_temporary, not_written, write_atomically
+from lightning_sym._files import hold, is_temporary, load_json, not_written, write_atomically
 from lightning_sym._text import nearest
 from lightning_sym.symmetry.proof import all_finite
 from lightning_sym.symmetry.views import NamedTensors

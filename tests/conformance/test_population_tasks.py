@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_sym._tags import MOST_CURVES, is_detail
 from lightning_sym.callbacks import BatchNormRecalibration, MergingReport, SymmetryTeleportation
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.datamodules import DigitsDataModule, Resized
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import (
@@ -37,7 +37,7 @@ from lightning_sym.tasks import (
     WeightRegressionTask,
     ZooTask,
 )
-from lightning_sym.tasks._divergence import Divergence
+from lightning_sym.tasks._stopping import Divergence
 
 pytestmark = [
     pytest.mark.usefixtures("unproven"),

@@ -12,7 +12,7 @@ from helpers import assert_same, read_csv
 from pytorch_lightning import Callback
 
 from lightning_sym.callbacks import MarginalLikelihood
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.datamodules import Quadrant
 from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask

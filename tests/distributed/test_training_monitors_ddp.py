@@ -15,7 +15,7 @@ from lightning_sym.callbacks import (
     SpectrumReport,
     SymmetryMonitor,
 )
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 

@@ -11,7 +11,7 @@ from pytorch_lightning import Callback
 from torch import nn
 
 from lightning_sym.callbacks import MarginalLikelihood, ZooExport, ZooReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.datamodules import TensorDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.tasks import SquaredDistance, ZooTask

@@ -6,8 +6,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_sym.landscape.scale import FunctionScale, resolution, volume_exponent
-from lightning_sym.landscape.sets import describe_set
-from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
+from lightning_sym.landscape.sets import betti_numbers, components, describe_set, joining_levels
 
 Array = NDArray[np.float64]
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from lightning_sym.merging import align
 from lightning_sym.merging.alignment import aligned_without_search
-from lightning_sym.merging.equal_weights import equal_weights
-from lightning_sym.merging.equality import rounding_of
+from lightning_sym.merging.equality import equal_weights, rounding_of
 from lightning_sym.networks import VisionTransformer
 from lightning_sym.symmetry import parameter_distance, trace_symmetry
 from lightning_sym.symmetry.group.assignment import Gain, Tables
@@ -180,7 +179,7 @@ def test_ties_keep_the_order():
 
 @pytest.mark.parametrize("at_once", [2**18, 50])
 def test_weights_are_equal_to_their_rounding_and_no_further(at_once, monkeypatch):
-    monkeypatch.setattr("lightning_sym.merging.equal_weights._AT_ONCE", at_once)  # rows in one part, or in several
+    monkeypatch.setattr("lightning_sym.merging.equality._AT_ONCE", at_once)  # rows in one part, or in several
     network, _ = network_of(SmallTransformer)
     rounding = rounding_of(torch.float32)
     rounded, altered = copy.deepcopy(network), copy.deepcopy(network)

@@ -7,7 +7,7 @@ from helpers import assert_refused
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.stitching import CutNetwork, FixedMap, PlantedStitches, StitchedNetwork
 from lightning_sym.symmetry import INTERTWINER_GROUPS
-from lightning_sym.tasks._rotations import element_at, rotate_by_group
+from lightning_sym.tasks.rotation import element_at, rotate_by_group
 
 # Float64 rounding, through scales of up to a factor of 20 or so.
 EXACT = 1e-10

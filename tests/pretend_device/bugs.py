@@ -21,7 +21,7 @@ from lightning_sym._random import seeded
 from lightning_sym.population import Population
 from lightning_sym.tasks import ZooTask
 from lightning_sym.tasks._branches import BranchTask
-from lightning_sym.tasks._divergence import Divergence
+from lightning_sym.tasks._stopping import Divergence
 from lightning_sym.tasks.metrics import PopulationClassification
 
 

@@ -72,7 +72,7 @@ from lightning_sym.callbacks import (
     publishing,
 )
 from lightning_sym.cli.checkpoints import RunCheckpoint
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.datamodules import (
     ConceptsDataModule,
     DatasetDataModule,

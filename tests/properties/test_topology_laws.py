@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from lightning_sym.landscape.topology import betti_numbers, components, joining_levels
+from lightning_sym.landscape.sets import betti_numbers, components, joining_levels
 
 sizes = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=4)
 masks = hnp.arrays(np.bool_, sizes)

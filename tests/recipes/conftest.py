@@ -13,7 +13,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.loggers.logger import DummyLogger
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 
 
 @pytest.fixture(autouse=True)

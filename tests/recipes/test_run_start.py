@@ -20,8 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 
 from lightning_sym.callbacks import publish_numbers
+from lightning_sym.cli.loggers import RunTensorBoard
 from lightning_sym.cli.summary import RunSummary, trained
-from lightning_sym.cli.tensorboard import RunTensorBoard
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask
 

@@ -7,7 +7,7 @@ import yaml
 from commands import QUIET, SMALL, call, succeed
 from helpers import assert_refused
 
-from lightning_sym._documents import TooLargeError, load_json, load_yaml
+from lightning_sym._files import TooLargeError, load_json, load_yaml
 from lightning_sym._runs import read_run
 from lightning_sym.recipes import recipe_names, recipe_path
 
@@ -31,7 +31,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_yaml_beyond_the_limits_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_sym._documents._MOST", 1000)  # which is reached sooner
+    monkeypatch.setattr("lightning_sym._files._MOST", 1000)  # which is reached sooner
     text, says = HOSTILE[name]
     Path("config.yaml").write_text(text)
     said = call("fit", "--config", "config.yaml")
@@ -49,7 +49,7 @@ def test_yaml_beyond_the_limits_is_refused(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["aliases", "itself", "deep", "many"])
 def test_files_that_options_name_have_the_same_limits(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lightning_sym._documents._MOST", 1000)
+    monkeypatch.setattr("lightning_sym._files._MOST", 1000)
     text, says = HOSTILE[name]
     Path("value.yaml").write_text(text)
     Path("nested.yaml").write_text("model: value.yaml\n")

@@ -15,7 +15,7 @@ import lightning_sym._files
 from lightning_sym._agreement import content_of, flat_settings
 from lightning_sym._claims import Claim, InUseError
 from lightning_sym._files import remove_abandoned, write_atomically
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports import ResultTable
 from lightning_sym.zoo import ModelZoo, rebuild_manifest, write_member
@@ -143,12 +143,12 @@ def test_networks_are_not_added_where_a_run_is_about_to_write(tmp_path):
 
 def test_rows_are_appended_and_the_file_is_that_of_one_write(tmp_path, monkeypatch):
     written = []
-    append, write = MetricsCSV._append, lightning_sym.cli.metrics_csv.write_atomically
+    append, write = MetricsCSV._append, lightning_sym.cli.loggers.write_atomically
     monkeypatch.setattr(
         MetricsCSV, "_append", lambda self, rows: append(self, rows) and not written.append(len(b"".join(rows)))
     )
     monkeypatch.setattr(
-        lightning_sym.cli.metrics_csv,
+        lightning_sym.cli.loggers,
         "write_atomically",
         lambda path, text: (written.append(len(text)), write(path, text)),
     )

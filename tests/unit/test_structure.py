@@ -21,7 +21,7 @@ FOLDERS = {
 # The rooms from the bottom up: what stands in a line may import what stands in it and below. The recipes are files to
 # be read; their module only finds them.
 LEVELS = [
-    {"_agreement", "_checkpoint_files", "_checks", "_claims", "_distributed", "_documents", "_files", "_lazy"}
+    {"_agreement", "_checkpoint_files", "_checks", "_claims", "_distributed", "_exports", "_files"}
     | {"_linear_algebra", "_measures", "_notebook", "_random", "_runs", "_statistics", "_tags", "_text", "_trust"}
     | {"recipes"},
     {"layers"},

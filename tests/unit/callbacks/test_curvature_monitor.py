@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.callbacks import CurvatureMonitor, curvature_monitor
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.curvature import trace
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import ZooTask

@@ -10,7 +10,7 @@ from helpers import printed, read_csv, read_rows, write_zoo
 from matplotlib.image import imread
 
 from lightning_sym.callbacks import CurveGeometry
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.connectivity import Curve, curve_geometry
 from lightning_sym.connectivity.geometry import DIRECTIONS
 from lightning_sym.landscape import weight_vector

@@ -11,7 +11,7 @@ from helpers import read_rows, write_zoo
 from matplotlib.image import imread
 
 from lightning_sym.callbacks import CurveReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.connectivity import barrier, curve_barriers, curve_losses, load_curve
 from lightning_sym.landscape import weight_tensors
 from lightning_sym.networks import MyrtleCNN

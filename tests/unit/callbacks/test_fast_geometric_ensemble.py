@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import FastGeometricEnsemble
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.connectivity import average
 from lightning_sym.ensembles import cyclical_learning_rate, ensemble_scores, log_probabilities
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN

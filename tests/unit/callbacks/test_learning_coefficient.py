@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import CalibrationReport, LearningCoefficient
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.datamodules import GaussianInputsDataModule
 from lightning_sym.landscape import learning_coefficient
 from lightning_sym.networks import MultiLayerPerceptron

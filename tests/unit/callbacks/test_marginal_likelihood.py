@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_sym.callbacks import MarginalLikelihood
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.curvature import (
     Evidence,
     GaussianPrior,

@@ -13,7 +13,7 @@ from helpers import read_csv, refused
 from pytorch_lightning import Callback
 
 from lightning_sym.callbacks import MarginalLikelihood
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.curvature import CurvatureError, Evidence, factors, parameter_groups
 from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron

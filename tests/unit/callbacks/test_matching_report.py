@@ -11,7 +11,7 @@ from helpers import assert_refused, read_csv, read_rows, write_zoo
 from matplotlib.image import imread
 
 from lightning_sym.callbacks import CurveReport, MatchingReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.connectivity import average, barrier, curve_losses
 from lightning_sym.datamodules import DiabetesDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN

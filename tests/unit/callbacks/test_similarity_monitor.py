@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_sym.callbacks import SimilarityMonitor
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports.similarity_monitor import SimilarityMeter
 from lightning_sym.similarity import CKA, GroupProcrustes, features_of

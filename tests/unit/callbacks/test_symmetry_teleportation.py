@@ -13,7 +13,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
 from lightning_sym.callbacks import SymmetryTeleportation, TeleportationReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.orbit import Objective
 from lightning_sym.orbit.teleportation import Teleportation

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 
 from lightning_sym.callbacks import ZooExport, ZooReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo, member_file

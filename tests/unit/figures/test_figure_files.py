@@ -21,7 +21,7 @@ from lightning_sym.figures import (
     similarity_maps,
     write_figure,
 )
-from lightning_sym.figures.labels import without_common_prefix
+from lightning_sym.figures._panels import without_common_prefix
 
 LONG = [f"module.encoder.layers.{number}.self_attention.out_proj" for number in range(24)]
 

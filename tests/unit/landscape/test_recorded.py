@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from lightning_sym.landscape import recorded
-from lightning_sym.landscape.recorded import Recorded
+from lightning_sym.landscape import loss_on_data as recorded
+from lightning_sym.landscape.loss_on_data import Recorded
 
 
 class LooksAtItsInputs(nn.Module):

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_sym.reports import ResultTable, RunResults
-from lightning_sym.reports.cells import averages, bold, counted, cut_middle, finite, grouped, spread_cell, text_table
-from lightning_sym.reports.report import Column, final_numbers
+from lightning_sym.reports.report import (
+    Column,
+    averages,
+    bold,
+    counted,
+    cut_middle,
+    final_numbers,
+    finite,
+    grouped,
+    spread_cell,
+    text_table,
+)
 
 ROWS = [{"step": 1, "loss": 0.123456, "note": None}, {"step": 2, "loss": None, "note": "a, b"}]
 

@@ -13,7 +13,7 @@ from lightning_sym.datamodules import DigitsDataModule, GaussianInputsDataModule
 from lightning_sym.landscape.two_unit import Moments, distance
 from lightning_sym.networks import LeNet5, MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
-from lightning_sym.tasks._divergence import Divergence
+from lightning_sym.tasks._stopping import Divergence
 
 pytestmark = pytest.mark.long
 

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from torch.nn import functional as F
 
 from lightning_sym.callbacks import PruningReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.landscape.pruning import mean_loss
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, recalibrate_batch_norm
 from lightning_sym.reports.pruning import against_twins

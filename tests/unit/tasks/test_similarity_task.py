@@ -11,7 +11,7 @@ from helpers import assert_refused, assert_same, read_csv, read_rows, refused, w
 from rich.console import Console
 
 from lightning_sym.callbacks import SimilarityOfZoosReport, SimilarityReport
-from lightning_sym.cli.metrics_csv import MetricsCSV
+from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.datamodules import MNIST5kDataModule
 from lightning_sym.networks import CIFARResNet, LeNet5, MultiLayerPerceptron
 from lightning_sym.reports.similarity import Similarities, similarity_of_zoos_results

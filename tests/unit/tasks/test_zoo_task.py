@@ -20,9 +20,9 @@ from lightning_sym.datamodules import TensorDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
 from lightning_sym.tasks import CrossEntropy, ZooTask
-from lightning_sym.tasks._divergence import Divergence
-from lightning_sym.tasks._mixing import mixed, own_shares
+from lightning_sym.tasks._stopping import Divergence
 from lightning_sym.tasks.metrics import PopulationClassification
+from lightning_sym.tasks.zoo import mixed, own_shares
 
 BATCH = 16
 

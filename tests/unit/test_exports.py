@@ -19,6 +19,13 @@ def test_a_package_and_its_first_name_load_no_more_than_they_need():
     assert run.stdout.split("\n")[:2] == ["False", "[]"]
 
 
+def test_a_package_exports_what_it_imports_as_itself():
+    package = importlib.import_module("lightning_sym.reports")
+    assert package.__all__ == ["Column", "Report", "ResultTable", "RunResults", "bootstrap_over_models",
+                               "student_interval"]  # fmt: skip
+    assert "exported" not in package.__all__
+
+
 def test_every_export_is_found_and_is_what_its_module_has():
     package = lightning_sym.symmetry
     assert set(package.__all__) <= set(dir(package))
