@@ -48,7 +48,7 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
 def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
     """Cut arrays of weights, of which layers read separate parts along the first axes, into one tensor for each layer.
 
-    The biases that go with them are cut at the same places.
+    The biases that go with them are cut at the same places. Matrices that are read row by row become vectors.
 
     Args:
         capture: The network in normal form, in which loops over members are operations on all members. Its graph is
@@ -75,9 +75,13 @@ def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
         if not _are_apart(pieces.values()):
             continue
         found[node] = readers, pieces
-        if value.ndim > 2 and any(_origins(read, users, capture.states) for read, users in readers.items()):
+        last = [user for users in readers.values() for own in users for user in _after_moves(own)]
+        in_rows = value.ndim == 2 and all(len(piece.shape) < 2 for piece in pieces.values())
+        if in_rows and all(name_of(user) in operations(Trait.JOIN | Trait.PRODUCT) for user in last):
+            arrays.append(node)  # gains and biases of different values
+        elif value.ndim > 2 and any(_origins(read, users, capture.states) for read, users in readers.items()):
             arrays.append(node)
-            products |= {user for users in readers.values() for own in users for user in _after_moves(own)}
+            products |= {*last}
     biases = [
         node
         for node, (readers, _) in found.items()
