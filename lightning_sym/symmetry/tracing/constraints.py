@@ -128,8 +128,8 @@ class Constraints:
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
-        self.first, self._merged = np.zeros(0, np.int64), [0, 0]  # of units that move together; counts of those seen
-        self.several: list[tuple[Ints, Ints]] = []  # joined units, and the first of each as far as then known
+        self.first: Ints | None = None  # of each unit, the first that moves with it, as an earlier walk found
+        self.apart = 0  # how many units were combined at different positions
         self.where: Callable[[], str] | None = None
 
     def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
@@ -216,6 +216,7 @@ class Constraints:
         one, two = self._agree(one, two)
         apart = one.tag != two.tag
         if apart.any():
+            self.apart += int(apart.sum())
             met, why = np.r_[one.atom[apart], two.atom[apart]], "combines units at different positions"
             self.fix_units(met, counted(why, one.atom[apart], "place"))
         different = one.atom != two.atom
@@ -235,27 +236,15 @@ class Constraints:
                 self._pending[atoms[free]] = known[free]
         return self.resolve(one), self.resolve(two)
 
-    def first_of(self, atom: Ints) -> Ints:
-        """Return for each unit the first one that must move with it, as far as operations have told."""
-        self.first = np.r_[self.first, np.arange(len(self.first), self.atoms)]
-        pairs = []
-        for at, told in enumerate((self.merges, self.contracted)):
-            pairs += [np.stack([own.ravel() for own in pair]) for pair in told[self._merged[at] :]]
-            self._merged[at] = len(told)
-        if pairs:
-            met, place = np.unique(self.first[np.hstack(pairs)], return_inverse=True)
-            one, two = place.reshape(2, -1)
-            graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (len(met), len(met)))
-            _, label = sparse.csgraph.connected_components(graph, False)
-            to = np.arange(len(self.first))
-            to[met] = met[np.unique(label, return_index=True)[1]][label]
-            self.first = to[self.first]
-        found: Ints = self.first[atom]
-        return found
-
-    def met_later(self) -> bool:
-        """Whether units that were told apart where they were joined turned out to move together."""
-        return any(len(rising(self.first_of(atom))) < len(rising(then)) for atom, then in self.several)
+    def united(self) -> Ints:
+        """Return for each unit the first one that must move with it."""
+        pairs = [np.zeros((2, 0), np.int64), *(np.stack([own.ravel() for own in pair])
+            for pair in (*self.merges, *self.contracted))]  # fmt: skip
+        one, two = np.hstack(pairs)
+        graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (self.atoms, self.atoms))
+        _, label = sparse.csgraph.connected_components(graph, False)
+        first: Ints = np.unique(label, return_index=True)[1][label]
+        return first
 
     def equate(self, terms: list[tuple[Ints, float]], *, signs: bool = True, magnitudes: bool = True) -> None:
         """Require that the sum of coefficient x log-scale is 0, and that the product of signs to these powers is 1."""

@@ -446,8 +446,8 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
         joined = Label(axes, *arrays)
-        first = trace.constraints.first_of(joined.atom)
-        trace.constraints.several.append((joined.atom, first))
+        known = trace.constraints.first
+        first = joined.atom if known is None else known[joined.atom]
         if len(rising(first)) < joined.size:  # a unit at several places
             tag = trace.constraints.derive_tags(joined.tag, numbered(replace(joined, atom=first)))
             joined = Label(axes, joined.atom, tag, joined.scale)

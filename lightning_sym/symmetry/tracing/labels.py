@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import charts_of
@@ -40,15 +38,15 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
         affine: Whether to allow sign changes that add a constant.
         lengths: The number of input lengths that the user gave.
     """
-    first = np.zeros(0, np.int64)
-    for _ in range(2):  # again if steps of a loop join states that only later steps show to move together
+    walks: list[Walk] = []
+    while len(walks) < 2 and (not walks or walks[0].constraints.apart):
+        # Steps of a loop join values that only later steps show to move together: a second walk knows these.
         walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
-        walk.constraints.first = first
+        walk.constraints.first = walks[0].constraints.united() if walks else None
         for captured in captures:
             walk.run(captured)
-        if not walk.constraints.met_later():
-            break
-        first = walk.constraints.first
+        walks.append(walk)
+    walk = min(walks, key=lambda own: own.constraints.apart)
     charts, unlike = charts_of(captures)
     for name in unlike & walk.axis_labels.keys():
         walk.fix(Value(tuple(tensors.states[name].shape), walk.axis_labels[name]))

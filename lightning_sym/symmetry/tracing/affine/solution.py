@@ -1,6 +1,5 @@
 """Solve the equations of an interpreted network: find free unknowns and express all others by them."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights
 from lightning_sym.symmetry.tracing.equations import compress
 
 _NOTHING = 1e-9
-_MOST = 2**20  # maximal entries of forms that are compared
 
 
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
@@ -280,20 +278,11 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     return rows, ids, (defined, definition, gone)
 
 
-def _flat(forms: sparse.csr_matrix, rows: Ints) -> Floats | None:
-    """Return forms as one vector for each row of unknowns; None if there are many. Shape (rows, entries)."""
-    if rows.size > _MOST:
-        return None
-    made = sparse.vstack([forms[own].reshape(1, -1) for own in rows]).tocsc()
-    made = made[:, np.flatnonzero(np.diff(made.indptr))]
-    return None if made.shape[0] * made.shape[1] > _MOST else made.toarray()
-
-
 def _combination(given: Floats, wanted: Floats) -> Floats | None:
     """Return the factors with which independent vectors sum to another one; None if none do."""
     if not len(given) or not wanted.any():
         return None
-    factors: Floats = np.linalg.lstsq(given.T, wanted, rcond=None)[0]
+    factors = np.asarray(np.linalg.lstsq(given.T, wanted, rcond=None)[0], np.float64)
     return factors if np.allclose(factors @ given, wanted, rtol=_NOTHING, atol=_NOTHING) else None
 
 
@@ -385,7 +374,7 @@ class Solution:
         column[free] = np.arange(len(free))
         lengths = np.diff(forms.indptr)
         before, equations = int(zero.sum()), len(self.system.unknowns.equations)
-        if self._met_twins() or self._combined_twins() or self._parted(column):
+        if self._met_twins() or self._parted(column):
             return True
         alive = []
         for own in self.system.derived:
@@ -446,65 +435,42 @@ class Solution:
         return True
 
     def _met_twins(self) -> bool:
-        """Equate the results of the same weights on equal sources, and the sources of equal results.
+        """Let results of the same weights depend on each other as their sources do, and the other way round.
 
-        Returns:
-            Whether any were different before.
-        """
-        forms, met = self.solved.forms, False
-        for own in self._twins.values():
-            for one, two in itertools.combinations(own, 2):
-                numbers, source = ([each.numpy().ravel() for each in pair] for pair in (
-                    (one.numbers, two.numbers), (one.source, two.source)))  # fmt: skip
-                same = [not self._differ(forms, *pair) for pair in (source, numbers)]
-                if all(same) or (not any(same)) or (same[1] and not forms[numbers[0]].nnz):
-                    continue
-                if same[0]:
-                    self.system.unknowns.equate(one.numbers, two.numbers)
-                else:  # for all weights, only equal sources have equal results
-                    self.system.unknowns.equate(one.source, two.source)
-                two.alike |= set(range(len(two.blocks[0])))
-                met = True
-        return met
-
-    def _combined_twins(self) -> bool:
-        """Let the results of the same weights depend on each other as their sources do, and the other way round.
-
-        Example: a layer that reads a state after each step of a solver.
+        For all weights, only equal sources have equal results, and only sums of sources the sums of their results.
+        Example: a layer that reads the state after each step of a solver.
 
         Returns:
             Whether any did not before.
         """
-        forms, unknowns, met = self.solved.forms, self.system.unknowns, False
+        unknowns, met = self.system.unknowns, False
         by_weights = any(atom.kind != "length" for _, terms in unknowns.equations for _, items in terms
                          for atom, *_ in items)  # fmt: skip
         for twins in self._twins.values():
-            if len({(own.source.shape, own.numbers.shape) for own in twins}) > 1:
+            sides = [[getattr(own, side).numpy().ravel() for own in twins] for side in ("source", "numbers")]
+            if any(len(own) != len(side[0]) for side in sides for own in side):
                 continue
-            sides = [np.stack([getattr(own, side).numpy().ravel() for own in twins]) for side in ("source", "numbers")]
-            source, numbers = (_flat(forms, rows) for rows in sides)
-            if source is None or numbers is None:
-                continue
-            apart: list[int] = []
+            (source, numbers), apart = (self._shown(side) for side in sides), list[int]()
             for at, own in enumerate(twins):
                 given = _combination(source[apart], source[at])
-                made = None if given is not None else _combination(numbers[apart], numbers[at])
-                found = made if given is None else given
+                found = _combination(numbers[apart], numbers[at]) if given is None else given
                 if found is None or (by_weights and np.abs(60 * found - np.round(60 * found)).max() > _NOTHING):
                     apart += [at] * bool(source[at].any() and numbers[at].any())
                     continue
                 own.alike |= set(range(len(own.blocks[0])))
                 if given is None or not np.allclose(given @ numbers[apart], numbers[at]):
-                    side = sides[0 if given is None else 1]
+                    side = sides[given is not None]
                     terms: list[Any] = [(1.0, []), *((-factor, []) for factor in found.tolist())]
-                    unknowns.equations.append((side[[at, *apart]].T, terms))
+                    unknowns.equations.append((np.stack([side[index] for index in (at, *apart)], 1), terms))
                     met = True
         return met
 
-    @staticmethod
-    def _differ(forms: sparse.csr_matrix, one: Ints, two: Ints) -> bool:
-        first, second = forms[one], forms[two]
-        return bool((abs(first - second) > _NOTHING * (abs(first) + abs(second))).nnz)
+    def _shown(self, rows: Sequence[Ints]) -> Floats:
+        """Return random sums over the forms of unknowns: these depend on each other as the forms do."""
+        forms, count, generator = self.solved.forms, 2 * len(rows) + 8, np.random.default_rng(0)
+        columns = generator.uniform(0.5, 1.5, (forms.shape[1], count))
+        by = generator.uniform(0.5, 1.5, (len(rows[0]), count))
+        return np.stack([((forms[own] @ columns) * by).sum(0) for own in rows])
 
     def _is_alive(self, own: Derived, column: Ints, lengths: Ints) -> bool:
         """Whether derived unknowns are unconstrained functions of their weights and sources.
