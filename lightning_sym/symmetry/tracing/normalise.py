@@ -19,6 +19,8 @@ Each function has one spelling:
 - grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
+- gain ``exp(w)``, ``softplus(w)``: ``w`` in a chart, where it is read in no other way.
+- softmax over the edges of each node: a masked softmax over all edges (`segments.py`); by hand sums by index.
 - lookup: ``embedding``; by hand an index, ``index_select``, ``gather``, products with indicators.
 - convolution: ``conv2d(x, W, b)``; by hand windows, shifted copies, chunks, crops, another convolution.
 - rotary positions: ``rotary(x, cos, sin, partner)``; by hand halves, neighbours, complex numbers, matrices.
