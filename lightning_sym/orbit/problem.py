@@ -103,11 +103,10 @@ class OrbitProblem:
                 "of the view's parameters."
             )
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
-        parts = charted(found, self._pieces)
-        own_charts = self.symmetry.structure.charts
-        by_chart = {name: own_charts.slope(name, weights[name]) for name in parts}
+        pieces = charted(found, self._pieces)
+        by_chart = {name: self.symmetry.structure.charts.slope(name, weights[name]) for name in pieces}
         slopes = self.directions.pulled_back(
-            weights, {name: parts[name] if by is None else parts[name] / by for name, by in by_chart.items()}
+            weights, {name: pieces[name] if by is None else pieces[name] / by for name, by in by_chart.items()}
         )
         slopes = {name: own * (self.sign / count) for name, own in slopes.items()}
         return self.sign * total / count, self._inwards(slopes, element)

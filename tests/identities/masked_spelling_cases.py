@@ -295,6 +295,60 @@ PAIRS: dict[str, Spelled] = {
     "chunk": pairs_chunked, "unflatten": pairs_apart, "strides": pairs_strided, "results": pairs_after,
 }  # fmt: skip
 
+# ---- gains that a function keeps positive
+
+
+def gained(gain: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    return lambda s, x: s.b(torch.relu(gain(s, x)) + s.c)
+
+
+LOG_GAINS: dict[str, Spelled] = {
+    "product": gained(lambda s, x: s.a(x) * s.w.exp()),
+    "quotient": gained(lambda s, x: s.a(x) / torch.exp(-s.w)),
+    "rows of the weight": gained(lambda s, x: F.linear(x, s.a.weight * s.w[:, None].exp(), s.a.bias * s.w.exp())),
+    "einsum": gained(lambda s, x: torch.einsum("btd,d->btd", s.a(x), torch.exp(s.w))),
+    "expanded": gained(lambda s, x: s.a(x) * s.w.expand(1, 1, -1).exp()),
+}
+SOFT_GAINS: dict[str, Spelled] = {
+    "product": lambda s, x: s.b(torch.tanh(s.a(x)) * F.softplus(s.w)),
+    "columns of the weight": lambda s, x: F.linear(torch.tanh(s.a(x)), s.b.weight * F.softplus(s.w), s.b.bias),
+    "einsum": lambda s, x: s.b(torch.einsum("btd,d->btd", torch.tanh(s.a(x)), F.softplus(s.w))),
+}
+
+
+def log_temperature(scores: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (apart(layer(x)) for layer in (s.q, s.k, s.v))
+        return s.o((scores(s, q, k).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+TEMPERATURES: dict[str, Spelled] = {
+    "scores": log_temperature(lambda s, q, k: q @ k.mT * s.t.exp()),
+    "queries": log_temperature(lambda s, q, k: (q * s.t.exp()) @ k.mT),
+    "keys": log_temperature(lambda s, q, k: q @ (torch.exp(s.t) * k).mT),
+    "quotient": log_temperature(lambda s, q, k: q @ k.mT / (-s.t).exp()),
+}
+
+# ---- learned keys and values beside those of each head
+
+
+def remembered(expand: Callable[[Tensor, int], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (apart(layer(x)) for layer in (s.q, s.k, s.v))
+        k, v = (torch.cat([expand(own, len(x)), other], -2) for own, other in ((s.mk, k), (s.mv, v)))
+        return s.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    return forward
+
+
+MEMORY: dict[str, Spelled] = {
+    "expanded": remembered(lambda own, n: own.expand(n, -1, -1, -1)),
+    "repeated": remembered(lambda own, n: own[None].repeat(n, 1, 1, 1)),
+    "stacked": remembered(lambda own, n: torch.stack([own] * n)),
+}
+
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")} | {"o": of(L, COUNT * SIZE, WIDTH)}
 MASKED: dict[str, Function] = {
     "a mask for all heads": Function(FLAT, inputs, 48, SAMPLES),
@@ -305,6 +359,13 @@ MASKED: dict[str, Function] = {
         44,
         LEARNED,
     ),
+    "gains as exponentials": Function(
+        {"a": of(L, WIDTH, 4), "w": parameter(4), "c": parameter(4), "b": of(L, 4, 5)}, steps(WIDTH, 4), 12, LOG_GAINS),
+    "gains as softplus": Function({"a": of(L, WIDTH, 4), "w": parameter(4), "b": of(L, 4, 5)}, steps(WIDTH, 4), 4,
+        SOFT_GAINS),
+    "temperatures as exponentials": Function(FLAT | {"t": parameter(COUNT, 1, 1)}, steps(WIDTH, 4), 50, TEMPERATURES),
+    "learned keys and values": Function(FLAT | {name: parameter(COUNT, 5, SIZE) for name in ("mk", "mv")},
+        steps(WIDTH, 4), 48, MEMORY),
     "attention over edges": Function(FLAT, graphs, 48, {name: over_edges(*how) for name, how in EDGES.items()}),
     "attention over edges with features": Function(FLAT | {"e": of(L, 5, COUNT * SIZE)}, graphs_with_edges, 36,
         {name: over_edges(*how) for name, how in EDGES.items()}),

@@ -1,6 +1,7 @@
 """Networks that index by masks of known values, read `.data`, or keep pruned weights: traced, and moved rightly."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +170,44 @@ def test_a_network_that_computes_a_weight_is_refused_with_what_to_do(change: Any
     change(other[0], "weight")
     with pytest.raises(ValueError, match=r"computes 0\.weight of others, make that permanent first"):
         symmetry.act(symmetry.sample(), other)
+
+
+def _padded(s: Any, x: Tensor, keep: Tensor, *, by_hand: bool) -> Tensor:
+    q, k, v = (layer(x)[:, None] for layer in (s.q, s.k, s.v))
+    if not by_hand:
+        return s.o(F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None]))
+    scores = (q @ k.mT / 2).masked_fill(~keep[:, None, None], -torch.inf)
+    return s.o(scores.softmax(-1).nan_to_num(0.0) @ v)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("padding", [False, True])
+def test_rows_that_a_mask_hides_whole_have_no_weights(by_hand: bool, padding: bool) -> None:
+    """Of such rows torch's attention is zero, so that biases of values are seen: 4 dimensions fewer."""
+    keep = torch.ones(3, 5, dtype=torch.bool)
+    keep[0], keep[1, 2:] = not padding, False
+    torch.manual_seed(0)
+    parts = {name: of(L, 8, 4) for name in "qkv"} | {"o": of(L, 4, 9)}
+    network = Program(functools.partial(_padded, by_hand=by_hand), parts).double()
+    symmetry = trace_symmetry(network, (torch.randn(3, 5, 8, dtype=torch.float64), keep))
+    assert symmetry.worst_error < symmetry.tolerance
+    assert (symmetry.dimension, symmetry.nullity) == ((36, 36) if padding else (40, 40))
+    assert any("softmax in forward: a mask may hide whole rows" in note for note in symmetry.notes) == padding
+
+
+class Tanh(nn.Module):
+    """A hyperbolic tangent, made of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(2 * x) - 1
+
+
+@pytest.mark.parametrize("function", [nn.Tanh, Tanh])
+def test_functions_made_of_modules_have_their_signs(function: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    symmetry = trace_symmetry(nn.Sequential(L(6, 4), function(), L(4, 3)), torch.randn(2, 6))
+    assert symmetry.signs == 4

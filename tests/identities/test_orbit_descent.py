@@ -65,6 +65,19 @@ def between_gains():
     return randomize_statistics(network), torch.randn(3, 6)
 
 
+class LogGains(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.w, self.v = nn.Linear(6, 4), nn.Linear(4, 3), *map(nn.Parameter, torch.randn(2, 4))
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)) * self.w.exp() / functional.softplus(self.v))
+
+
+def log_gains():
+    return LogGains(), torch.randn(3, 6)
+
+
 def vit(**options):
     options = {"norm": "rms", "positions": "rotary"} | options
     return VisionTransformer(in_channels=1, image_size=8, num_classes=4, patch_size=4, width=8, depth=1, heads=2,
@@ -92,6 +105,7 @@ NETWORKS = {
     "layer norms": (layer_norms, {"scales", "cells", "rotations", "shifts", "tilts"}),
     "batch norms": (batch_norms, {"scales", "shifts"}),
     "between gains": (between_gains, {"scales", "gained", "shifts"}),
+    "log-gains": (log_gains, {"scales"}),
     "vit": (vit, {"scales", "cells", "rotations", "phases"}),
     "vit with layer norms": (lambda: vit(norm="layer", positions="learned"), {"cells", "rotations", "shifts"}),
     "llama": (hugging_face("Llama"), {"scales", "cells", "rotations", "phases"}),

@@ -275,7 +275,7 @@ def test_a_search_goes_on_from_weights_at_which_all_units_are_dead(monkeypatch: 
 
     torch.manual_seed(0)
     gained = Program(
-        lambda s, x: s.b(torch.relu(s.d(F.softplus(s.g) * s.a(x)))),
+        lambda s, x: s.b(torch.relu(s.d(torch.sigmoid(s.g) * s.a(x)))),
         {"a": made(L, 6, 3), "g": parameter(3), "d": made(L, 3, 4), "b": made(L, 4, 2)},
     ).double()
     x = torch.randn(2, 6, dtype=torch.float64)

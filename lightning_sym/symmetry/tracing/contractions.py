@@ -271,29 +271,22 @@ def _with_units_joined(
         second: Second factor.
     """
     one, two, out = terms
-    units = [{term[axis] for axis in unit_axes(r, part)} if set(letters) <= set(term) else set(letters)
-             for term, part in ((one, first), (two, second))]  # fmt: skip
-    group = [letter for letter in letters if all(letter in own for own in units)]
+    sides = [(term, part) for term, part in ((one, first), (two, second)) if letters[0] in term]
+    units = [{term[axis] for axis in unit_axes(r, part)} for term, part in sides]
+    group = "".join(letter for letter in letters if all(letter in own for own in units))
     if len(group) < 2 or any(r.made_of(part) != "inputs" for part in (first, second)):
         return None
     sizes = dict(zip(one + two, (*r.shape(first), *r.shape(second)), strict=True))
-    kept = [letter for letter in dict.fromkeys(out + one + two) if letter not in group[1:]]
-
-    def joined(part: fx.Node, term: str) -> tuple[fx.Node, str]:
-        if group[0] not in term:
-            return part, term
-        order = "".join(letter for letter in term if letter not in group) + "".join(group)
-        part = _ordered(r, part, term, order)
-        return reshaped(r, part, [*r.shape(part)[: -len(group)], -1]), order[: 1 - len(group)]
-
-    (first, one), (second, two) = joined(first, one), joined(second, two)
-    wanted = "".join(letter for letter in kept if letter in out)
-    result = r.insert(aten.einsum.default, f"{one},{two}->{wanted}", [first, second])
-    if group[0] not in out:
-        return result
-    at = wanted.index(group[0])
-    spread = wanted[:at] + "".join(group) + wanted[at + 1 :]
-    return _ordered(r, reshaped(r, result, [sizes[letter] for letter in spread]), spread, out)
+    given, narrow = [], []
+    for term, part in ((one, first), (two, second)):
+        rest = "".join(letter for letter in term if letter not in group)
+        part = _ordered(r, part, term, rest + group) if group[0] in term else part
+        given.append(reshaped(r, part, [*map(sizes.__getitem__, rest), -1]) if group[0] in term else part)
+        narrow.append(rest + group[0] if group[0] in term else term)
+    rest = "".join(letter for letter in out if letter not in group)
+    end = group if group[0] in out else ""
+    result = r.insert(aten.einsum.default, f"{narrow[0]},{narrow[1]}->{rest}{end[:1]}", given)
+    return _ordered(r, reshaped(r, result, [sizes[letter] for letter in rest + end]), rest + end, out)
 
 
 def are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
@@ -592,9 +585,9 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
     if held.dtype != parts[0].meta["val"].dtype or held.numel() != numbers.numel() or not numbers.numel():
         return None
-    own = numbers_of(held)
-    if own.shape == numbers.shape and torch.equal(numbers, own):
-        return source
+    for view in (source, *shown(r, parts[0])):
+        if r.shape(view) == numbers.shape and torch.equal(numbers, numbers_of(view.meta["val"])):
+            return view
     lines = [
         numbers[tuple(slice(None) if at == axis else 0 for at in range(numbers.ndim))] for axis in range(numbers.ndim)
     ]

@@ -19,6 +19,8 @@ Each function has one spelling:
 - grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
+- gain ``exp(w)``, ``softplus(w)``: ``w`` in a chart, where it is read in no other way.
+- softmax over the edges of each node: a masked softmax over all edges (`segments.py`); by hand sums by index.
 - lookup: ``embedding``; by hand an index, ``index_select``, ``gather``, products with indicators.
 - convolution: ``conv2d(x, W, b)``; by hand windows, shifted copies, chunks, crops, another convolution.
 - rotary positions: ``rotary(x, cos, sin, partner)``; by hand halves, neighbours, complex numbers, matrices.
@@ -549,9 +551,14 @@ def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
 def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite parts that are reassembled in their original order, and equal operations on several parts."""
     parts: Any = node.args[0]
-    axis = argument(node, 1, "dim", 0)
-    if len(parts) > 1 and all(part is parts[0] for part in parts) and r.made_of(parts[0]) == "inputs":
-        return _repeated(r, node, parts[0], len(parts), axis % len(r.shape(node)))
+    axis = argument(node, 1, "dim", 0) % len(r.shape(node))
+    different = list(dict.fromkeys(parts))
+    times, single = len(parts) // len(different), all(r.shape(part)[axis : axis + 1] == (1,) for part in different)
+    if len(parts) > 1 == len(different) and (single or r.made_of(parts[0]) == "inputs"):
+        return _repeated(r, node, parts[0], len(parts), axis)
+    if times > 1 and single and list(parts) == [part for part in different for _ in range(times)]:
+        # Keys that several queries share.
+        return r.insert(aten.repeat_interleave.self_int, r.insert(aten.cat.default, different, axis), times, axis)
     whole = joined(r, parts, axis)
     return together(r, node) if whole is None else whole
 
