@@ -528,7 +528,7 @@ def _fewer(rows: Tensor) -> Tensor:
     if len(rows) <= count:
         return rows
     generator, summed = torch.Generator().manual_seed(0), torch.zeros(count, rows.shape[1], dtype=rows.dtype)
-    for part in rows.split(count):
+    for part in torch.split(rows, count):
         summed[: len(part)] += part * torch.randn(len(part), 1, generator=generator, dtype=rows.dtype)
     return summed
 
