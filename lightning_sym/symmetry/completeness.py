@@ -317,7 +317,8 @@ def _at_a_few(
     for number in range(_DRAWS):
         while amounts:
             _draw(symmetry, exact, own, generator, amounts[0])
-            if (found := _measured(symmetry, exact, calls, generator, _MORE if number else 1)) is not None:
+            more = max(1, _MORE // len(calls)) if number else 1
+            if (found := _measured(symmetry, exact, calls, generator, more)) is not None:
                 break
             del amounts[0]
         else:
@@ -473,6 +474,7 @@ def _measured(
         return None
     rows = rows / largest
     sizes = torch.linalg.vector_norm(rows, dim=0)
+    rows = _fewer(rows)
     found = _compared(symmetry, network, rows, sizes, sizes > 0 if counted is None else counted)
     larger = before is not None and (
         found.whole > before.whole or (found.whole == before.whole and torch.equal(found.read, before.read))
@@ -536,6 +538,17 @@ def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator)
         whole = zip(parts, weights.values(), strict=True)
         blocks.append(_beside(part.expand(len(own), *weight.shape) for part, weight in whole))
     return torch.cat(blocks)
+
+
+def _fewer(rows: Tensor) -> Tensor:
+    """Return random sums of a matrix's rows, where there are many: these have the same kernel."""
+    count = 2 * rows.shape[1]
+    if len(rows) <= count:
+        return rows
+    generator, summed = torch.Generator().manual_seed(0), torch.zeros(count, rows.shape[1], dtype=rows.dtype)
+    for part in torch.split(rows, count):
+        summed[: len(part)] += part * torch.randn(len(part), 1, generator=generator, dtype=rows.dtype)
+    return summed
 
 
 def _beside(parts: Iterable[Tensor]) -> Tensor:
@@ -612,7 +625,7 @@ def _kernel(rows: Tensor) -> Tensor:
             return kernel
         if not shifted:
             solved, shifted = torch.linalg.qr(torch.cat([triangle, torch.diag(10 * shift)]), mode="r").R, True
-        width *= 8
+        width *= 4
 
 
 def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Tensor:
@@ -643,14 +656,18 @@ def _names(
         absorbed: Number of directions of biases and gains that may be missing, as they compensate statistics.
     """
     kernel = torch.cat([known, further], 1)
-    inner = torch.eye(kernel.shape[1], known.shape[1], dtype=kernel.dtype)
     moves = torch.zeros(len(parts), dtype=torch.float64).index_add_(0, of, rest.square())
     matrices = [part.ndim > 1 for part in parts.values()]
     kept = torch.ones(len(parts), dtype=torch.bool)
     for number in sorted(range(len(parts)), key=lambda n: (absorbed > 0 and matrices[n], float(moves[n]))):
         kept[number] = False
         outside = kernel[~kept[of]]
-        values, vectors = torch.linalg.eigh(outside.T @ outside)
-        inside = torch.cat([vectors[:, values < 1e-12], inner], 1)
-        kept[number] = int((torch.linalg.svdvals(inside) > 1e-6).sum()) < kernel.shape[1] - absorbed
+        # Directions that move nothing here, together with the known ones, have this codimension in the kernel.
+        kept[number] = _rank_of(outside) - _rank_of(outside[:, : known.shape[1]]) > absorbed
     return [name for name, keep in zip(parts, kept.tolist(), strict=True) if keep]
+
+
+def _rank_of(rows: Tensor) -> int:
+    """Return the rank of a part of a matrix with orthonormal columns."""
+    product = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+    return int((torch.linalg.eigvalsh(product) > 1e-12).sum())

@@ -59,7 +59,8 @@ class _DoublePrecision(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}
-        if not any(isinstance(leaf, Tensor) and leaf.dtype in _WIDER.values() for leaf in pytree.tree_leaves(given)):
+        leaves = pytree.tree_leaves(given)
+        if not any(isinstance(leaf, Tensor) and leaf.dtype in _WIDER.values() for leaf in leaves):
             try:
                 return function(*args, **given[1])
             except RuntimeError:  # the least number of float64, as a mask's value without a type
@@ -70,7 +71,8 @@ class _DoublePrecision(TorchFunctionMode):
         if function in _LIKE:
             given = pytree.tree_map(lambda leaf: _LEGACY.get(leaf, leaf) if isinstance(leaf, str) else leaf, given)
             given = given[0][:1] + pytree.tree_map_only(Tensor, _widened, given[0][1:]), given[1]
-        if function is not Tensor.view:  # which reads the same bits as numbers of another type
+        # A view reads the same bits as numbers of another type.
+        if function is not Tensor.view and any(isinstance(leaf, torch.dtype) for leaf in leaves):
             given = pytree.tree_map_only(torch.dtype, lambda dtype: _WIDER.get(dtype, dtype), given)
         try:
             result = function(*given[0], **given[1])
@@ -81,7 +83,7 @@ class _DoublePrecision(TorchFunctionMode):
             result = function(*wide[0], **wide[1])
         if getattr(function, "__name__", "").endswith("_") or given[1].get("out") is not None:
             return result  # changed in place
-        return pytree.tree_map_only(Tensor, _widened, result)
+        return _widened(result) if isinstance(result, Tensor) else pytree.tree_map_only(Tensor, _widened, result)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -548,7 +548,8 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
     for name, tensor in state_tensors(network).items():
         if name in constants or not tensor.is_floating_point():
             continue  # constants of the architecture, and integers
-        finite = all_finite(tensor)
+        norm = float(torch.linalg.vector_norm(tensor))
+        finite = math.isfinite(norm) or all_finite(tensor)
         if not finite and not (name in weights or name.endswith(("running_mean", "running_var"))):
             continue  # masks of -inf
         # Drawing millions of numbers would take longer than everything else: large tensors get a few of the same ones.
@@ -557,7 +558,7 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         drawn = pool[begin : begin + count].to(tensor)
         if math.isinf(amount) and name in gains:  # results of dividing by a number near 0 are less precise
             drawn = drawn.sign() * (drawn.abs() / 2).exp()
-        size = float(torch.linalg.vector_norm(tensor)) / math.sqrt(max(tensor.numel(), 1)) or 0.1
+        size = norm / math.sqrt(max(tensor.numel(), 1)) or 0.1
         with torch.no_grad():
             for part, noise in _tiles(tensor, drawn):
                 if name in variances:

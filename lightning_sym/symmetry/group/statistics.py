@@ -37,12 +37,13 @@ def scaled_buffers(structure: Structure) -> set[str]:
 
 def tangent_rows(slots: Sequence[Slot], weights: Floats, forms: sparse.csr_matrix) -> sparse.csr_matrix:
     """Return the rate of change of each weight under each scale. Shape (weights, scales)."""
-    total = sparse.csr_matrix((weights.size, forms.shape[1]))
+    parts = []
     for slot in slots:
         places = on_axes(np.arange(slot.size, dtype=np.float64), slot.shape, slot.axes, weights.ndim)
-        places = np.broadcast_to(places, weights.shape).ravel().astype(np.int64)
-        total = total + forms[slot.rows][places]
-    return sparse.diags(weights.ravel()) @ total
+        parts.append(forms[slot.offset + np.broadcast_to(places, weights.shape).ravel().astype(np.int64)])
+    total = sum(parts[1:], start=parts[0]) if parts else sparse.csr_matrix((weights.size, forms.shape[1]))
+    factors = np.repeat(weights.ravel(), np.diff(total.indptr))
+    return sparse.csr_matrix((total.data * factors, total.indices, total.indptr), total.shape)
 
 
 def buffer_rank(factors: Factors, buffers: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:

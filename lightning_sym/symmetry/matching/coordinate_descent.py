@@ -114,7 +114,7 @@ class Descent:
         self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
         self.systems = block_systems(symmetry.structure, self.groups) if "blocks" in self.freedom else []
         self.copies = copied_blocks(symmetry.structure) if "blocks" in self.freedom else []
-        self.signs_help = bool(self.systems) and symmetry.structure.signs.shape[1] > 0  # blocks: not looked at
+        self.signs_help = bool(self.systems) and any(own.signs.size for own in self.groups)  # blocks: not looked at
         self._held: set[int] = set()  # groups that keep their assignment
         self._kept_signs: dict[int, set[int]] = {}  # by group, columns of signs that must not be flipped separately
         # By weight, the biases that absorb flips of its columns.

@@ -202,7 +202,8 @@ def weight_matching(
             alone = found = descend(descent, restarts=restarts, progress=progress, **options)
         if alone is None or not compared.is_plain or (signs and descent.allow_signs()):
             descent = Descent(compared, signs=signs, device=where, freedom=freedom)
-            start, known = (None if own is None else compared.forth(own) for own in (initial, alone and alone.element))
+            given = initial, None if alone is None else alone.element
+            start, known = (None if own is None else compared.forth(own) for own in given)
             found = descend(descent, restarts=restarts, initial=start, known=known, progress=progress, **options)
         doubtful = initial is None and balance and descent.suspicious(found.element)
         starts, aligned = with_forms(descent, found, **options) if doubtful else ([found], None)

@@ -32,6 +32,7 @@ from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 _PLAIN = (bool, int, float, str, type(None))  # attributes of modules that hold no tensors
+_OF_MODULES = {*vars(nn.Module())} - {"_buffers"}  # nor do these, beyond the leaves that parameters are
 # Leaf modules run as one operation, so that rules for module classes apply to them. The operation looks up its result
 # shapes here.
 _LEAVES: dict[int, list[tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -287,7 +288,12 @@ def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
     made = {} if made is None else made
     # Tensors that modules keep from a forward pass (a pruned weight) belong to an autograd graph and cannot be
     # deep-copied.
-    held = (own for module in network.modules() for own in vars(module).values() if not isinstance(own, _PLAIN))
+    held = (
+        own
+        for module in network.modules()
+        for name, own in vars(module).items()
+        if name not in _OF_MODULES and not isinstance(own, _PLAIN)
+    )
     for leaf in (leaf for own in held if not isinstance(own, dict) or own for leaf in pytree.tree_leaves(own)):
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
             made.setdefault(id(leaf), leaf.detach().clone())
