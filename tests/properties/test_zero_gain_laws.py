@@ -114,7 +114,7 @@ def test_elements_act_as_a_group_and_keep_the_function(name, masks):
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "ReZero"])  # whose cell is balanced slowly
-@settings(LAW, max_examples=2)  # each takes half a second
+@settings(LAW, max_examples=1)  # besides the two stated ones: each takes half a second
 @given(masks=zeros, seed=st.integers(0, 1000))
 @example(masks=ONE, seed=1)
 @example(masks=ALL, seed=2)
