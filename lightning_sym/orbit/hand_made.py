@@ -13,8 +13,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.orbit import rounding
 from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.gptq import input_grams
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.group.ranges import Ranges, Slices
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy

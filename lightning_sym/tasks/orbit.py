@@ -14,8 +14,7 @@ from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.reports.orbit import OrbitPoint
-from lightning_sym.symmetry import Symmetry, trace_symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
 from lightning_sym.zoo import ModelZoo
