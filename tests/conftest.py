@@ -43,6 +43,20 @@ def _own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rules, name, dict(getattr(rules, name)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _unmeasured(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Measure the nullity of traced networks only in modules marked ``measured``: elsewhere the self-test suffices.
+
+    Measuring takes up to half a minute for a network, and a fifth of the processor time of all tests.
+    """
+    from lightning_sym.symmetry import completeness
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("measured") is None:
+            patch.setattr(completeness, "MOST_PARAMETERS", 0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def unproven() -> Iterator[None]:
     """Trace networks without the self-test in what tasks, reports and callbacks run, for runs about other things.

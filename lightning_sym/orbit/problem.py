@@ -102,8 +102,12 @@ class OrbitProblem:
                 "of the view's parameters."
             )
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
-        charts = charted(found, self._pieces)
-        slopes = self.directions.pulled_back(weights, {name: charts[name] for name in charts})
+        parts = charted(found, self._pieces)
+        own_charts = self.symmetry.structure.charts
+        by_chart = {name: own_charts.slope(name, weights[name]) for name in parts}
+        slopes = self.directions.pulled_back(
+            weights, {name: parts[name] if by is None else parts[name] / by for name, by in by_chart.items()}
+        )
         slopes = {name: own * (self.sign / count) for name, own in slopes.items()}
         return self.sign * total / count, self._inwards(slopes, element)
 

@@ -1,17 +1,33 @@
-"""Coordinates for the group action: 1 + w if a network reads 1 + w, and the layers inside a flat parameter.
+"""Coordinates for the group action: 1 + w or exp(w) if a network reads these, and the layers inside a flat parameter.
 
 See docs/theory/intertwiners.md, 2.2.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.views import ConvertedTensors
+
+
+class Positive(NamedTuple):
+    """A function onto the positive numbers, which a network applies to a parameter on every read."""
+
+    function: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]  # the derivative, by its value
+
+
+POSITIVE: Mapping[str, Positive] = {
+    "exp": Positive(torch.exp, torch.log, lambda u: u),
+    "softplus": Positive(nn.functional.softplus, lambda u: u + torch.log(-torch.expm1(-u)), lambda u: -torch.expm1(-u)),
+}
+# A number that is added, one for each element of a vector, or the name of a function onto the positive numbers.
+Chart = float | tuple[float, ...] | str
 
 
 class Piece(NamedTuple):
@@ -40,11 +56,11 @@ class Charts(NamedTuple):
 
     Attributes:
         added: For each tensor, the number that the network adds on every read; or one number for each element of a
-            vector.
+            vector; or the name of the function that it applies, of :data:`POSITIVE`.
         pieces: For each parameter that is read piece by piece, all its pieces. The group acts on each piece.
     """
 
-    added: Mapping[str, float | tuple[float, ...]] = {}
+    added: Mapping[str, Chart] = {}
     pieces: Mapping[str, tuple[Piece, ...]] = {}
 
     @property
@@ -64,6 +80,11 @@ class Charts(NamedTuple):
         for piece in self.pieces[name]:
             yield piece.name, matrix[:, piece.start : piece.stop].view(piece.shape)
 
+    def slope(self, name: str, value: Tensor) -> Tensor | None:
+        """Return the derivative of a tensor by the network's, given its value; None if it is 1."""
+        added = self.added.get(name)
+        return POSITIVE[added].slope(value) if isinstance(added, str) else None
+
     def names_of(self, name: str) -> Sequence[str]:
         """Return the names of a tensor's pieces; its own name if it is not read in pieces."""
         return [piece.name for piece in self.pieces[name]] if name in self.pieces else [name]
@@ -81,7 +102,7 @@ class _Charted(ConvertedTensors):
         if owner != name:
             tensor = dict(self._charts.parts_of(owner, tensor.detach()))[name]
         added = self._charts.added.get(name)
-        return tensor if added is None else _sum(tensor.detach().to(wide(tensor.device)), added)
+        return tensor if added is None else _in_chart(tensor.detach().to(wide(tensor.device)), added)
 
 
 def charted(tensors: Mapping[str, Tensor], charts: Charts) -> Mapping[str, Tensor]:
@@ -115,7 +136,7 @@ def uncharted(
     parts: dict[str, Tensor] = {}
     for name, tensor in named:
         owner, added = owners.get(name, name), charts.added.get(name)
-        held = tensor if added is None else _sum(tensor, added, -1).to(like[owner].dtype)
+        held = tensor if added is None else _in_chart(tensor, added, -1).to(like[owner].dtype)
         if parts and owner != current:
             yield current, _joined(charts, current, parts, like)
             parts = {}
@@ -138,6 +159,8 @@ def _joined(charts: Charts, owner: str, parts: Mapping[str, Tensor], like: Mappi
     return whole
 
 
-def _sum(tensor: Tensor, added: float | tuple[float, ...], sign: int = 1) -> Tensor:
+def _in_chart(tensor: Tensor, added: Chart, sign: int = 1) -> Tensor:
+    if isinstance(added, str):
+        return (POSITIVE[added].function if sign > 0 else POSITIVE[added].inverse)(tensor)
     numbers = torch.tensor(added, dtype=tensor.dtype, device=tensor.device) if isinstance(added, tuple) else added
     return tensor + sign * numbers

@@ -54,14 +54,30 @@ _FASTER = 4
 _SHOWN = 6
 # Rectifiers; the first three write into their input.
 _RECTIFIERS = (torch.relu_, Tensor.relu_, F.relu_, torch.relu, Tensor.relu, F.relu)
+# Functions with ends or gaps that many units reach at most weights, or with jumps, of which derivatives tell nothing. A
+# smooth function that is as close to linear, odd or even stands for each: it has the same group.
+_SMOOTH: Mapping[Any, Callable[..., Tensor]] = {
+    F.hardsigmoid: lambda x, inplace=False: torch.sigmoid(2 * x / 3),
+    F.hardswish: lambda x, inplace=False: x * torch.sigmoid(2 * x / 3),
+    F.relu6: lambda x, inplace=False: _clipped(x, 0.0, 6.0),
+    F.hardtanh: lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clipped(x, min_val, max_val),
+    **dict.fromkeys((torch.hardshrink, F.softshrink), lambda x, lambd=0.5: x - torch.tanh(x)),
+    F.threshold: lambda x, threshold, value, inplace=False: value + (x - value) * torch.sigmoid(x - threshold),
+}
 # Maximum number of random weights of large networks, and numbers of these that must agree on what is missing: of
 # analytic functions, whose generic weights all have the same kernel, and with units that may be on one side only.
 _DRAWS, _ANALYTIC, _PIECEWISE = 4, 2, 3
 # Operations with one-sided units, and with sides that random weights rarely reach.
 _BENT = {"relu", "leaky_relu", "prelu", "abs", "max_pool1d", "max_pool2d", "max_pool3d"}
-_CLIPPED = (operations(Trait.EQUALISE) | operations(Trait.ORDER)) - _BENT - {"where", "masked_fill", "eq", "ne"} | {
-    "hardswish", "hardshrink", "softshrink", "maximum", "minimum", "max", "min", "amax", "amin", "sort", "topk"
-}  # fmt: skip
+_REPLACED = {"hardsigmoid", "hardtanh", "relu6", "threshold"}
+_CLIPPED = (operations(Trait.EQUALISE) | operations(Trait.ORDER)) - _BENT - _REPLACED - {
+    "where", "masked_fill", "eq", "ne"
+} | {"maximum", "minimum", "max", "min", "amax", "amin", "sort", "topk"}  # fmt: skip
+
+
+def _clipped(x: Tensor, least: float, most: float) -> Tensor:
+    size = (most - least) / 2
+    return least + size + size * torch.tanh((x - least - size) / size)
 
 
 class Excess(NamedTuple):
@@ -197,6 +213,8 @@ class _Batched(TorchFunctionMode):
         if self.leaky and function in _RECTIFIERS:
             inplace = function in _RECTIFIERS[:3] or options.get("inplace", len(args) > 1 and args[1])
             return F.leaky_relu(args[0] if args else options["input"], _SLOPE, inplace=inplace)
+        if function in _SMOOTH:
+            return _SMOOTH[function](*args, **{"x" if key == "input" else key: own for key, own in options.items()})
         if function is F.embedding and not options.get("max_norm"):
             return args[1][args[0]]
         if function is F.prelu and not options:

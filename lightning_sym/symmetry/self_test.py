@@ -27,11 +27,13 @@ from lightning_sym.symmetry.proof import (
 )
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
+from lightning_sym.symmetry.tracing.masks import mark_masked_softmaxes
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5
 # A network is traced so often at most: further lengths are added while the group is too large for one.
 _MOST_TRACES = 4
+_MASKED = "softmax in {}: a mask may hide whole rows, whose weights then do not sum to one, so that biases stay"
 
 
 def proven(
@@ -60,15 +62,20 @@ def proven(
     volume = sum(value.numel() / max(len(value), 1) for value in values if isinstance(value, Tensor) and value.ndim)
     thrifty = volume > _LARGE
     unproven: list[tuple[Call, float]] = []
+    notes: list[str] = []
     for count in range(_MOST_TRACES):
         symmetry = derive(captures)
+        symmetry.notes = (*symmetry.notes, *notes)
         try:
             exact = _prove(symmetry, network, captures, tolerance, thrifty=thrifty)
         except RuntimeError:
             further = [each for call in symmetry.examples for each in tested(call, [own.call for own in captures])]
             more = [found for call in further if (found := tried(trace, call))]
             if count or not more:
-                raise
+                more = []
+                if not (masked := mark_masked_softmaxes(captures)):
+                    raise
+                notes = [_MASKED.format(listed(masked))]
         else:
             unproven = _elsewhere(symmetry, exact, [own.call for own in captures], thrifty=thrifty)
             if not unproven:

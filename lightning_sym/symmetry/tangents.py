@@ -107,6 +107,11 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     states = charted(state_tensors(network), structure.charts)
     found = [factor.tangents(parameters, states) for factor in symmetry.factors]
     vectors = sparse.hstack(found).tocsc()
+    slopes = [structure.charts.slope(name, own[name].detach().double().cpu()) for name in parameters]
+    if any(slope is not None for slope in slopes):
+        ones = (np.ones(part.size) for part in parameters.values())
+        each = (one if slope is None else 1 / slope.numpy().ravel() for one, slope in zip(ones, slopes, strict=True))
+        vectors = (sparse.diags(np.concatenate([*each])) @ vectors).tocsc()
     twice = symmetry._counted_twice + sum(factor.redundant for factor in symmetry.factors)
     statistics = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())

@@ -35,7 +35,7 @@ from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.tasks._members import check_data
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.measured]
 
 Have = Callable[[dict[str, Command], set[str]], None]
 

@@ -1,4 +1,4 @@
-"""Attention as torch's module spells it: masks on the axis of samples and heads, packed weights.
+"""Attention as torch's module spells it: masks on the axis of samples and heads, packed weights; and over edges.
 
 Each function in many spellings; see ``spelling_cases``.
 """
@@ -149,6 +149,152 @@ LEARNED: dict[str, Spelled] = {
     f"{cut}, {how}": packed(CUTS[cut], EXPANDED[how]) for cut in CUTS for how in EXPANDED
 } | {"by torch": by_torch}
 
+# ---- attention over the edges of a graph
+
+ENDS = torch.tensor([[0, 1, 2, 3, 4, 1, 2, 3, 4, 0, 0, 2], [1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 2, 0]])
+
+
+def graphs(samples: int) -> tuple[Tensor, ...]:
+    """Make graphs of 5 nodes: values of nodes, and both ends of edges."""
+    edges = torch.cat([ENDS + 5 * number for number in range(samples)], 1)
+    return torch.randn(5 * samples, WIDTH, dtype=torch.float64), edges
+
+
+def graphs_with_edges(samples: int) -> tuple[Tensor, ...]:
+    x, edges = graphs(samples)
+    return x, edges, torch.randn(edges.shape[1], 5, dtype=torch.float64)
+
+
+def by_index_add(p: Tensor, ends: Tensor, count: int) -> Tensor:
+    return p.new_zeros(count, *p.shape[1:]).index_add(0, ends, p)
+
+
+def by_scatter(p: Tensor, ends: Tensor, count: int) -> Tensor:
+    wide = ends.view(-1, *[1] * (p.ndim - 1)).expand_as(p)
+    return torch.zeros(count, *p.shape[1:], dtype=p.dtype).scatter_add_(0, wide, p)
+
+
+def by_reduction(p: Tensor, ends: Tensor, count: int) -> Tensor:
+    wide = ends[:, None].expand_as(p) if p.ndim == 2 else ends[:, None, None].expand_as(p)
+    return torch.zeros(count, *p.shape[1:], dtype=p.dtype).scatter_reduce(0, wide, p, "sum")
+
+
+def by_index_put(p: Tensor, ends: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, *p.shape[1:], dtype=p.dtype).index_put((ends,), p, accumulate=True)
+
+
+Added = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def shares(z: Tensor, ends: Tensor, count: int, add: Added, least: bool = False) -> Tensor:
+    """Return the softmax over the edges that end in one node, as PyTorch Geometric computes it or more plainly."""
+    if least:
+        most = torch.zeros(count, z.shape[1], dtype=z.dtype).scatter_reduce(
+            0, ends[:, None].expand_as(z), z.detach(), "amax", include_self=False
+        )
+        p = (z - most.index_select(0, ends)).exp()
+        return p / (add(p, ends, count) + 1e-16).index_select(0, ends)
+    return z.exp() / add(z.exp(), ends, count)[ends]
+
+
+def over_edges(add: Added, least: bool = False) -> Spelled:
+    def forward(s: Any, x: Tensor, edges: Tensor, features: Tensor | None = None) -> Tensor:
+        begins, ends = edges
+        q, k, v = (layer(x).view(-1, COUNT, SIZE) for layer in (s.q, s.k, s.v))
+        more = 0.0 if features is None else s.e(features).view(-1, COUNT, SIZE)
+        z = (q[ends] * (k[begins] + more)).sum(-1) / math.sqrt(SIZE)
+        read = (v[begins] + more) * shares(z, ends, len(x), add, least)[..., None]
+        return s.o(add(read, ends, len(x)).flatten(1))
+
+    return forward
+
+
+def both_ends(add: Added, least: bool = False) -> Spelled:
+    def forward(s: Any, x: Tensor, edges: Tensor) -> Tensor:
+        begins, ends = edges
+        one, two = (layer(x).view(-1, COUNT, SIZE) for layer in (s.k, s.q))
+        z = (F.silu(one[begins] + two[ends]) * s.a).sum(-1)
+        read = one[begins] * shares(z, ends, len(x), add, least)[..., None]
+        return s.o(F.elu(add(read, ends, len(x)).flatten(1) + s.b))
+
+    return forward
+
+
+def to_graphs(add: Added, least: bool = False) -> Spelled:
+    def forward(s: Any, x: Tensor, edges: Tensor) -> Tensor:
+        graph = torch.arange(len(x) // 5).repeat_interleave(5) + 0 * edges[0, 0]
+        return s.o(add(shares(s.g(x), graph, len(x) // 5, add, least) * s.v(x), graph, len(x) // 5))
+
+    return forward
+
+
+EDGES: dict[str, tuple[Added, bool]] = {
+    "scatter_add, with maxima": (by_scatter, True),
+    "scatter_reduce, with maxima": (by_reduction, True),
+    "index_add, with maxima": (by_index_add, True),
+    "index_add": (by_index_add, False),
+    "scatter_add": (by_scatter, False),
+    "scatter_reduce": (by_reduction, False),
+    "index_put": (by_index_put, False),
+}
+
+# ---- units of a head on two axes of one layer's outputs
+
+
+def two_axes(cut: Callable[[Tensor], Any]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = cut(s.w(x))
+        weights = torch.einsum("bqhde,bkhde->bhqk", q, k).softmax(-1)
+        return s.o(torch.einsum("bhqk,bkhde->bqhde", weights, v).flatten(2))
+
+    return forward
+
+
+def one_axis(s: Any, x: Tensor) -> Tensor:
+    q, k, v = s.w(x).view(*x.shape[:2], 3, COUNT, 4).transpose(1, 3).unbind(2)
+    return s.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+TWO_AXES: dict[str, Spelled] = {
+    "one axis": one_axis,
+    "unbind": two_axes(lambda y: y.view(*y.shape[:2], 3, COUNT, 2, 2).unbind(2)),
+    "permute": two_axes(lambda y: y.view(*y.shape[:2], 3, COUNT, 2, 2).permute(2, 0, 1, 3, 4, 5)),
+    "chunk": two_axes(lambda y: [own.view(*y.shape[:2], COUNT, 2, 2) for own in y.chunk(3, -1)]),
+}
+
+# ---- differences of two softmaxes
+
+
+def scores_of_pairs(s: Any, x: Tensor) -> Tensor:
+    q, k = (layer(x).unflatten(-1, (2 * COUNT, 2)).transpose(1, 2) for layer in (s.q, s.k))
+    return (q @ k.mT).softmax(-1)
+
+
+def pairs_apart(s: Any, x: Tensor) -> Tensor:
+    weights = scores_of_pairs(s, x).unflatten(1, (COUNT, 2))
+    return s.o(((weights[:, :, 0] - s.t * weights[:, :, 1]) @ apart(s.v(x))).transpose(1, 2).flatten(2))
+
+
+def pairs_strided(s: Any, x: Tensor) -> Tensor:
+    weights = scores_of_pairs(s, x)
+    return s.o(((weights[:, ::2] - weights[:, 1::2] * s.t) @ apart(s.v(x))).transpose(1, 2).flatten(2))
+
+
+def pairs_chunked(s: Any, x: Tensor) -> Tensor:
+    q, k, v = (layer(x).unflatten(-1, (COUNT, -1)).transpose(1, 2) for layer in (s.q, s.k, s.v))
+    one, two = ((a @ b.mT).softmax(-1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
+    return s.o(((one - s.t * two) @ v).transpose(1, 2).flatten(2))
+
+
+def pairs_after(s: Any, x: Tensor) -> Tensor:
+    y = (scores_of_pairs(s, x) @ apart(s.v(x)).repeat_interleave(2, 1)).unflatten(1, (COUNT, 2))
+    return s.o((y[:, :, 0] - s.t * y[:, :, 1]).transpose(1, 2).flatten(2))
+
+
+PAIRS: dict[str, Spelled] = {
+    "chunk": pairs_chunked, "unflatten": pairs_apart, "strides": pairs_strided, "results": pairs_after,
+}  # fmt: skip
+
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")} | {"o": of(L, COUNT * SIZE, WIDTH)}
 MASKED: dict[str, Function] = {
     "a mask for all heads": Function(FLAT, inputs, 48, SAMPLES),
@@ -159,4 +305,16 @@ MASKED: dict[str, Function] = {
         44,
         LEARNED,
     ),
-}
+    "attention over edges": Function(FLAT, graphs, 48, {name: over_edges(*how) for name, how in EDGES.items()}),
+    "attention over edges with features": Function(FLAT | {"e": of(L, 5, COUNT * SIZE)}, graphs_with_edges, 36,
+        {name: over_edges(*how) for name, how in EDGES.items()}),
+    "attention by both ends of edges": Function(
+        {name: FLAT[name] for name in "qko"} | {"a": parameter(1, COUNT, SIZE), "b": parameter(COUNT * SIZE)}, graphs,
+        6, {name: both_ends(*how) for name, how in EDGES.items()}),
+    "pooling of graphs by attention": Function({"g": of(L, WIDTH, 1), "v": of(L, WIDTH, 5), "o": of(L, 5, 6)}, graphs,
+        31, {name: to_graphs(*how) for name, how in EDGES.items()}, samples=60),
+    "units on two axes": Function({"w": of(L, 10, 24), "o": of(L, 8, 9)}, steps(10, 4), 80, TWO_AXES),
+    "differences of softmaxes": Function(
+        {name: of(L, WIDTH, 4 * COUNT) for name in "qk"} | {"v": FLAT["v"], "o": FLAT["o"], "t": parameter(1)},
+        steps(WIDTH, 4), 48, PAIRS),
+}  # fmt: skip

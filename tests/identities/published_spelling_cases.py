@@ -7,6 +7,7 @@ import torch
 from helpers import of, parameter
 from spelling_cases import Function, Spelled, each, steps
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.functional import leaky_relu as leaky
 
 L = nn.Linear
@@ -65,7 +66,250 @@ def two_vectors(samples: int) -> tuple[Tensor, ...]:
     return tuple(torch.randn(samples, size, dtype=torch.float64) for size in (6, 5))
 
 
+# ---- constants beside values: a column that reads a one is a bias
+
+
+ONES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat": lambda x: torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], -1),
+    "pad": lambda x: F.pad(x, (0, 1), value=1.0),
+    "new_ones": lambda x: torch.cat([x, x.new_ones(x.shape[0], 1)], 1),
+    "ones_like": lambda x: torch.hstack([x, torch.ones_like(x[:, :1])]),
+    "expanded": lambda x: torch.cat([x, torch.full((1, 1), 1.0, dtype=x.dtype).expand(len(x), 1)], -1),
+    "written": lambda x: x.new_ones(len(x), x.shape[1] + 1).index_copy(1, torch.arange(x.shape[1]), x),
+}
+TIMES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "ones": lambda h, t: torch.cat([h, t * torch.ones_like(h[:, :1])], -1),
+    "new_full": lambda h, t: torch.cat([h, h.new_full((len(h), 1), t)], -1),
+    "pad": lambda h, t: F.pad(h, (0, 1), value=t),
+    "zeros": lambda h, t: torch.cat([h, torch.zeros_like(h[:, :1]) + t], -1),
+}
+POSITIONS = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+PLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "expand": lambda x: torch.cat([x, POSITIONS.expand(len(x), -1, -1)], -1),
+    "repeat": lambda x: torch.cat([x, POSITIONS[None].repeat(len(x), 1, 1)], -1),
+    "padded": lambda x: F.pad(x, (0, 2)) + F.pad(POSITIONS, (x.shape[-1], 0)),
+    "added": lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], 2) + POSITIONS], 2),
+}
+
+
+def solved(joined: Callable[[Tensor, float], Tensor]) -> Spelled:
+    """Return Euler's steps of a network that reads the time."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = s.i(x)
+        for step in range(3):
+            h = h + 0.1 * s.b(torch.tanh(s.a(joined(h, 0.1 + 0.1 * step))))
+        return s.o(h)
+
+    return forward
+
+
+# ---- two values in the parts of one
+
+
+FIRST, LAST = torch.arange(4), torch.arange(4, 7)
+
+
+def put(join: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a concatenation that writes two values into zeros."""
+    return lambda a, b: join(join(a.new_zeros(len(a), 7), FIRST, a), LAST, b)
+
+
+def set_parts(memory: Tensor, places: Tensor, value: Tensor) -> Tensor:
+    memory[:, places] = value
+    return memory
+
+
+BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cat": lambda a, b: torch.cat([a, b], -1),
+    "index_add": put(lambda y, places, a: y.index_add(1, places, a)),
+    "index_copy": put(lambda y, places, a: y.index_copy(1, places, a)),
+    "index_put": put(lambda y, places, a: y.index_put((torch.arange(len(a))[:, None], places), a)),
+    "scatter": put(lambda y, places, a: y.scatter(1, places.expand(len(a), -1), a)),
+    "scatter_add": put(lambda y, places, a: y.scatter_add(1, places.expand(len(a), -1), a)),
+    "scatter_reduce": put(lambda y, places, a: y.scatter_reduce(1, places.expand(len(a), -1), a, "sum")),
+    "slice_scatter": put(lambda y, places, a: torch.slice_scatter(y, a, 1, int(places[0]), int(places[-1]) + 1)),
+    "set": put(set_parts),
+    "padded": lambda a, b: F.pad(a, (0, 3)) + F.pad(b, (4, 0)),
+}
+
+# ---- decoders whose cells read a mixture of states beside their own
+
+
+def decoded(cell: Callable[[Any, Tensor, Tensor], Any]) -> Spelled:
+    """Return a decoder with the gates of an LSTM and attention over its initial states."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        states = torch.tanh(s.e(x))
+        hidden, memory, outputs = states[:, -1], torch.zeros_like(states[:, 0]), []
+        for _ in range(2):
+            shares = (states @ hidden[..., None]).softmax(1)
+            i, f, g, o = cell(s, (shares * states).sum(1), hidden)
+            memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
+            hidden = o.sigmoid() * memory.tanh()
+            outputs.append(s.o(hidden))
+        return torch.stack(outputs, 1)
+
+    return forward
+
+
+DECODERS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "cat": lambda s, c, h: s.w(torch.cat([c, h], -1)).chunk(4, -1),
+    "view": lambda s, c, h: s.w(torch.hstack([c, h])).view(len(c), 4, -1).unbind(1),
+    "four layers": lambda s, c, h: [
+        F.linear(torch.cat([c, h], -1), *own) for own in zip(s.w.weight.chunk(4), s.w.bias.chunk(4), strict=True)
+    ],
+    "two products": lambda s, c, h: (c @ s.w.weight[:, :4].T + F.linear(h, s.w.weight[:, 4:], s.w.bias)).split(4, -1),
+}
+
+
+def gated(cell: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
+    """Return a recurrent network that begins with zeros."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        for own in x.unbind(1):
+            h = cell(s, own, h)
+        return s.o(h)
+
+    return forward
+
+
+def by_products(s: Any, x: Tensor, h: Tensor) -> Tensor:
+    gate = torch.sigmoid(F.linear(x, s.z.weight[:, :6]) + F.linear(h, s.z.weight[:, 6:], s.z.bias))
+    return h + gate * (torch.tanh(F.linear(x, s.n.weight[:, :6], s.n.bias) + (gate * h) @ s.n.weight[:, 6:].T) - h)
+
+
+def by_cat(s: Any, x: Tensor, h: Tensor) -> Tensor:
+    gate = torch.sigmoid(s.z(torch.cat([x, h], -1)))
+    return (1 - gate) * h + gate * torch.tanh(s.n(torch.cat([x, gate * h], -1)))
+
+
+MINIMAL: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "cat": by_cat,
+    "products": by_products,
+    "lerp": lambda s, x, h: torch.lerp(h, s.n(torch.hstack([x, h * s.z(torch.hstack([x, h])).sigmoid()])).tanh(),
+        s.z(torch.hstack([x, h])).sigmoid()),
+}  # fmt: skip
+
+# ---- heads that are cut from layers and joined along another axis (AutoInt, early TensorFlow transformers)
+
+CUT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "views": (lambda y: y.unflatten(-1, (2, 3)).transpose(1, 2), lambda a: a.transpose(1, 2).flatten(2)),
+    "stacked first": (lambda y: torch.stack(y.split(3, -1)), lambda a: torch.cat([*a], -1)),
+    "stacked behind samples": (lambda y: torch.stack(y.chunk(2, -1), 1), lambda a: torch.cat(a.unbind(1), -1)),
+    "split twice": (lambda y: torch.stack(y.split(3, -1)), lambda a: torch.cat(a.split(1), -1)[0]),
+    "heads among samples": (lambda y: torch.cat(y.chunk(2, -1)), lambda a: torch.cat(a.chunk(2), -1)),
+    "slices": (
+        lambda y: torch.stack([y[..., :3], y[..., 3:]], -3),
+        lambda a: torch.cat([a[:, 0], a[:, 1]], -1),
+    ),
+    "views, heads first": (
+        lambda y: y.view(*y.shape[:2], 2, 3).permute(2, 0, 1, 3),
+        lambda a: a.permute(1, 2, 0, 3).flatten(2),
+    ),
+}
+
+
+def heads(
+    cut: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], act: Callable[[Tensor], Tensor]
+) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (cut[0](own(x)) for own in (s.q, s.k, s.v))
+        read = cut[1]((q @ k.mT / 3**0.5).softmax(-1) @ v)
+        return s.o(act(read + s.r(x)))  # type: ignore[no-any-return]
+
+    return forward
+
+
+# ---- recurrent cells whose norms read a state of zeros
+
+STATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "new_zeros": lambda s, x: x.new_zeros(len(x), 5),
+    "zeros_like": lambda s, x: torch.zeros_like(s.x(x[:, 0])),
+    "zeros": lambda s, x: torch.zeros(len(x), 5, dtype=x.dtype),
+    "product": lambda s, x: 0 * s.x(x[:, 0]),
+}
+
+
+def normed_cell(start: Callable[[Any, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = start(s, x)
+        for step in range(x.shape[1]):
+            h = torch.tanh(s.a(s.x(x[:, step])) + s.b(s.h(h)))
+        return s.o(h)  # type: ignore[no-any-return]
+
+    return forward
+
+
+# ---- networks whose weights are outputs of layers: hypernetworks, edge networks, relation matrices
+
+
+def target(z: Tensor, x: Tensor) -> Tensor:
+    a, b, c, d = z.split([24, 4, 12, 3], -1)
+    h = torch.relu(torch.einsum("boi,bi->bo", a.view(-1, 4, 6), x) + b)
+    return torch.einsum("boi,bi->bo", c.view(-1, 3, 4), h) + d
+
+
+def target_of_slices(z: Tensor, x: Tensor) -> Tensor:
+    h = torch.relu(torch.bmm(z[:, :24].reshape(-1, 4, 6), x[..., None])[..., 0] + z[:, 24:28])
+    return torch.bmm(z[:, 28:40].reshape(-1, 3, 4), h[..., None])[..., 0] + z[:, 40:]
+
+
+def target_of_sums(z: Tensor, x: Tensor) -> Tensor:
+    h = torch.relu((z[:, :24].unflatten(1, (4, 6)) * x[:, None]).sum(-1) + z[:, 24:28])
+    return (z[:, 28:40].unflatten(1, (3, 4)) * h[:, None]).sum(-1) + z[:, 40:]
+
+
+TARGETS = {"split": target, "slices": target_of_slices, "sums": target_of_sums}
+
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda w, h: torch.einsum("boi,bi->bo", w.tanh().view(-1, 7, 3), h),
+    "bmm": lambda w, h: torch.bmm(torch.tanh(w).view(-1, 7, 3), h[..., None])[..., 0],
+    "matmul": lambda w, h: (w.view(-1, 7, 3).tanh() @ h[..., None]).flatten(1),
+    "from the left": lambda w, h: (h[:, None] @ w.unflatten(1, (7, 3)).tanh().mT)[:, 0],
+    "sum": lambda w, h: (w.tanh().unflatten(-1, (7, 3)) * h[:, None]).sum(2),
+}
+
+RELATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda a, r, b: torch.einsum("bi,bij,bj->b", a, r.view(-1, 3, 3), b),
+    "bmm": lambda a, r, b: (a[:, None] @ r.view(-1, 3, 3) @ b[..., None]).flatten(),
+    "sum": lambda a, r, b: (a * (r.unflatten(-1, (3, 3)) @ b[..., None])[..., 0]).sum(-1),
+}
+
+
+def triples(samples: int) -> tuple[Tensor, ...]:
+    return (torch.randint(5, (samples, 3)),)
+
+
+def edges(samples: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(samples, *shape, dtype=torch.float64) for shape in ((4, 8), (4, 4, 5)))
+
+
+MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda w, h: torch.einsum("bijuv,bjv->biu", w.unflatten(-1, (4, 3)), h),
+    "matmul": lambda w, h: (w.unflatten(-1, (4, 3)) @ h[:, None, ..., None])[..., 0].sum(2),
+    "sum": lambda w, h: (w.view(*w.shape[:3], 4, 3) * h[:, None, :, None]).sum((2, 4)),
+}
+
+
 PUBLISHED: dict[str, Function] = {
+    "ones beside inputs": Function({"a": of(L, 7, 5, bias=False), "n": of(nn.LayerNorm, 5), "o": of(L, 5, 6)}, vectors,
+        29, each(ONES, lambda join: lambda s, x: s.o(s.n(s.a(join(x)))))),
+    "ones beside units": Function({"a": of(L, 6, 5), "b": of(L, 6, 7, bias=False)}, vectors, 30, each(ONES,
+        lambda join: lambda s, x: s.b(join(s.a(x))))),
+    "ones and a bias": Function({"a": of(L, 6, 5), "b": of(L, 6, 7)}, vectors, 37, each(ONES,
+        lambda join: lambda s, x: s.b(join(s.a(x))))),
+    "times of a solver": Function({"i": of(L, 6, 4), "a": of(L, 5, 5), "b": of(L, 5, 4), "o": of(L, 4, 6)}, vectors,
+        24, each(TIMES, solved)),
+    "positions beside units": Function({"i": of(L, 6, 5), "a": of(L, 7, 5), "b": of(L, 5, 6)}, steps(6), 30, each(
+        PLACED, lambda join: lambda s, x: s.b(torch.tanh(s.a(join(s.i(x))))))),
+    "two values in one": Function({"a": of(L, 6, 4), "c": of(L, 5, 3), "b": of(L, 7, 8)}, two_vectors, 32, each(BOTH,
+        lambda join: lambda s, x, y: s.b(join(s.a(x), s.c(y))))),
+    "decoder of states": Function({"e": of(L, 6, 4), "w": of(L, 8, 16), "o": of(L, 4, 6)}, steps(6), 0, each(DECODERS,
+        decoded), samples=60),
+    "minimal gated unit": Function({"z": of(L, 10, 4), "n": of(L, 10, 4), "o": of(L, 4, 6)}, steps(6), 0, each(MINIMAL,
+        gated), samples=60),
     "bilinear pooling": Function({"a": of(L, 6, 12), "b": of(L, 5, 12), "o": of(L, 4, 5)}, two_vectors, 40,
         each(POOLED, lambda pool: lambda s, x, y: s.o(pool(s.a(x), s.b(y)))), samples=80),
     "members with gains": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "t": parameter(3, 5), "b": of(L, 5, 4),
@@ -73,4 +317,19 @@ PUBLISHED: dict[str, Function] = {
     "a layer between gains of members": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "b": of(L, 5, 5),
         "o": of(L, 5, 4)}, steps(6), 15, each(TWICE, lambda layer: layer)),
     "factorisation machine": Function({"v": parameter(6, 3), "l": of(L, 6, 1)}, vectors, 3, each(SECOND, machine)),
+    "heads, cut and joined": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 5)}, steps(8, 4), 36,
+        each(CUT, lambda cut: heads(cut, torch.relu)), samples=60),
+    "heads, cut and joined, linear": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 7)}, steps(8, 4),
+        54, each(CUT, lambda cut: heads(cut, lambda h: h)), samples=60),
+    "hypernetwork": Function({"g": of(L, 5, 43)}, two_vectors, 4,
+        each(TARGETS, lambda made: lambda s, x, z: made(s.g(z), x)), samples=200),
+    "weights that a layer and tanh make": Function({"g": of(L, 5, 21), "p": of(L, 6, 3), "o": of(L, 7, 8)}, two_vectors,
+        1, each(MADE, lambda made: lambda s, x, z: s.o(torch.relu(made(s.g(z), leaky(s.p(x)))))), samples=80),
+    "relation matrices": Function({"e": of(nn.Embedding, 5, 3), "r": of(nn.Embedding, 5, 9)}, triples, 9,
+        each(RELATIONS, lambda score: lambda s, t: score(s.e(t[:, 0]), s.r(t[:, 1]), s.e(t[:, 2]))), samples=400),
+    "edge network": Function({"e": of(L, 5, 12), "p": of(L, 8, 3), "o": of(L, 4, 6)}, edges, 7,
+        each(MESSAGES, lambda sent: lambda s, x, a: s.o(torch.relu(sent(s.e(a), leaky(s.p(x))))))),
+    "norms of a state of zeros": Function({"x": of(L, 6, 5, bias=False), "h": of(L, 5, 5, bias=False),
+        "a": of(nn.LayerNorm, 5), "b": of(nn.LayerNorm, 5), "o": of(L, 5, 4)}, steps(6), 16,
+        each(STATES, normed_cell)),
 }  # fmt: skip

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry import canonicalize, orbit_distance, orbit_tangents, trace_symmetry, weight_matching
 
+pytestmark = pytest.mark.measured
+
 EXACT = 1e-12
 L, C, B, B2 = nn.Linear, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d
 FREE = functools.partial(of, L, bias=False)

@@ -238,6 +238,15 @@ def test_of_unrelated_networks_only_the_distance_changes(name):
         assert all(torch.equal(t, before[k]) for k, t in network.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["wide_tanh", "myrtle", "resnet20_a", "depthwise", "group_norm"])
+def test_scales_and_signs_never_end_farther_than_permutations_alone(name):
+    case = made(name)
+    for seed in (7, 8):
+        a, b = case.network, member(name, seed)
+        alone, match = (weight_matching(case.symmetry, a, b, scales=free, signs=free) for free in (False, True))
+        assert match.distance_after <= alone.distance_after
+
+
 def one_layer(activation: nn.Module, size: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(3, size), activation, nn.Linear(size, 2)).double()

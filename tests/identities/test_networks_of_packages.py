@@ -15,6 +15,7 @@ from lightning_sym.symmetry import trace_symmetry
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.measured,
     pytest.mark.filterwarnings("ignore"),  # of the packages
 ]
 

@@ -25,6 +25,8 @@ from translation_cases import CASES as TRANSLATIONS
 
 from lightning_sym.symmetry import completeness, trace_symmetry
 
+pytestmark = pytest.mark.measured
+
 L = nn.Linear
 Inputs = tuple[Tensor, ...]
 # Singular values of the Jacobian, relative to the largest: those that are zero are about 1e-15.

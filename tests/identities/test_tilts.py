@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from lightning_sym.symmetry import canonicalize, local_dimension, trace_symmetry
 
+pytestmark = pytest.mark.measured
+
 EXACT = 1e-10
 D, V = 4, 6
 L, N = nn.Linear, nn.LayerNorm

@@ -199,7 +199,7 @@ def _(s: Any, x: Tensor) -> Tensor:
 # What nothing is known of.
 added("choice of units", lambda s, x: s.b(s.a(x).topk(8, -1).values), 1)
 added("scattered units", lambda s, x: s.b(torch.zeros_like(s.a(x)).scatter(2, torch.arange(8).flip(0).expand_as(s.a(x)),
-    s.a(x))), 0)  # fmt: skip
+    s.a(x))), 8)  # fmt: skip
 added("step that the input chooses", lambda s, x: s.b(s.a(x)[torch.arange(len(x)), (x[:, :, 0] > 0).sum(1) - 1]), 0)
 CASES["rows that the input chooses"] = Case(lambda s, i: s.b(s.e.gather(0, i[..., None].expand(*i.shape, 8)[0]).relu()),
     0, {"e": parameter(9, 8), "b": of(L, 8, 3)}, (1, 4), [(1, 6)], 9)  # fmt: skip

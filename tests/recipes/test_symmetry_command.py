@@ -16,6 +16,8 @@ from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.zoo import ModelZoo
 
+pytestmark = pytest.mark.measured
+
 NETS = """
 from pathlib import Path
 import torch

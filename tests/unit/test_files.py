@@ -48,24 +48,27 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, writer, c
     assert [path.name for path in tmp_path.iterdir() if path.name != ".manifest.lock"] == []
 
 
-@pytest.mark.parametrize("writer", ["text", "torch.save", "numpy"])
-def test_full_disk_keeps_what_was_there(tmp_path, writer):
+def test_full_disk_keeps_what_was_there(tmp_path):
     """A disk of 64 KiB; where none can be mounted, a limit on the size of files."""
     code = (
         "import resource, signal, sys, torch, numpy as np\n"
         "from lightning_sym._files import write_atomically\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-        "big = {'text': 'x' * 100_000, 'torch.save': lambda f: torch.save(torch.ones(100_000), f),\n"
-        "       'numpy': lambda f: np.savez(f, a=np.ones(100_000))}[sys.argv[1]]\n"
-        "try:\n    write_atomically(sys.argv[2], big)\nexcept OSError as error:\n    print(error)\n"
+        "big = ['x' * 100_000, lambda f: torch.save(torch.ones(100_000), f),\n"
+        "       lambda f: np.savez(f, a=np.ones(100_000))]\n"
+        "for file, content in zip(sys.argv[1:], big, strict=True):\n"
+        "    try:\n        write_atomically(file, content)\n    except OSError as error:\n        print(error)\n"
     )
-    file = tmp_path / "file"
-    file.write_text("before")
-    said = subprocess.run([sys.executable, "-c", code, writer, file], capture_output=True, text=True, check=True).stdout
-    assert f"Cannot write {file}: File too large; its previous content is intact. To go on: raise the limit" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    assert file.read_text() == "before"
+    files = [tmp_path / writer for writer in ("text", "torch", "numpy")]
+    for file in files:
+        file.write_text("before")
+    said = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, check=True).stdout
+    for file in files:
+        text = f"Cannot write {file}: File too large; its previous content is intact. To go on: raise the limit"
+        assert text in said
+        assert file.read_text() == "before"
+    assert {*tmp_path.iterdir()} == {*files}
 
 
 # ---- temporary files

@@ -467,9 +467,10 @@ class Factor(ABC, Generic[P]):
     def is_even(self, one: P, two: P) -> bool:
         """Return whether the parts that balance two networks hardly change the proportions of units.
 
-        By default where balancing asks for none.
+        By default where balancing asks for none, or finds nothing to do.
         """
-        return self.rung >= Rung.EACH or not self.concerned(Wanted("balanced", order=False))
+        idle = self.rung >= Rung.EACH or not self.concerned(Wanted("balanced", order=False))
+        return idle or (self.is_identity(one) and self.is_identity(two))
 
     def rigid(self, own: P) -> P:
         """Return the remainder of a part if no norm may change."""

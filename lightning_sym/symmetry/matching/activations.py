@@ -1,6 +1,7 @@
 """Activation matching: align units that are active on the same inputs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from lightning_sym.symmetry.group.assignment import (
 )
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descended, Descent
-from lightning_sym.symmetry.matching.weights import Match, matched_by, measured, nearer_by_forms, refined
+from lightning_sym.symmetry.matching.weights import Match, form_to_form, matched_by, measured, nearer, refined
 from lightning_sym.symmetry.watching import watched
 
 
@@ -306,7 +307,7 @@ def activation_matching(
             element = refined(symmetry, a, b, element, where)
         match = measured(symmetry, a, b, Descended(element, (before, after), 1, (after,)))
         if doubtful:
-            match = nearer_by_forms(symmetry, a, b, match)
+            match = nearer(match, measured(symmetry, a, b, replace(match, element=form_to_form(symmetry, a, b))))
         return matched_by(symmetry, b, match, "activations")
 
 

@@ -98,6 +98,11 @@ class Comparison:
             return False
         return all(own.is_even(self.left.parts[own.name], self.right.parts[own.name]) for own in self.symmetry.factors)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether both networks are compared as they are."""
+        return self.left is None and self.right is None
+
     def target(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the reference's parameters in its gauge, on a device, in at least single precision."""
         return working(self.a, self.symmetry, device, element=self.left)

@@ -95,6 +95,8 @@ class Descent:
         systems: The blocks to permute.
         copies: The blocks of copies to permute inside blocks.
         directions: Random directions that represent long slices in gains; None for exact gains.
+        signs: Whether signs may change.
+        signs_help: Whether some assignment would have been another one with signs, where these must not change.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Descent:
         self.groups = matched_groups(symmetry.factors, symmetry.groups, symmetry.shapes)
         self.systems = block_systems(symmetry.structure, self.groups) if "blocks" in self.freedom else []
         self.copies = copied_blocks(symmetry.structure) if "blocks" in self.freedom else []
+        self.signs_help = bool(self.systems) and symmetry.structure.signs.shape[1] > 0  # blocks: not looked at
         self._held: set[int] = set()  # groups that keep their assignment
         self._kept_signs: dict[int, set[int]] = {}  # by group, columns of signs that must not be flipped separately
         # By weight, the biases that absorb flips of its columns.
@@ -203,6 +206,18 @@ class Descent:
             self.current[name] = tensor = start[name]
             self._squares[name] = self._square(name, tensor)
 
+    def restart_nearer(self, element: Element) -> None:
+        """Continue from another point of B's orbit, if that is nearer to A than the current one."""
+        here, square = self.element, self.squared_distance
+        self.restart(element)
+        if square < self.squared_distance:
+            self.restart(here)
+
+    def allow_signs(self) -> bool:
+        """Let signs change from now on; return whether that can bring the networks nearer to each other."""
+        self.signs = True
+        return self.signs_help or self.improve_alone(every=False)
+
     def hold(self, cells: Mapping[int, tuple[Ints, ...]], signs: Mapping[int, set[int]]) -> None:
         """Keep some groups fixed.
 
@@ -239,7 +254,15 @@ class Descent:
             current: Parameters of B; by default the current ones.
             names: Parameters that count; by default all.
         """
-        current = self.current if current is None else current
+        return self._gain_of(group, self._products(group, self.current if current is None else current, names))
+
+    def _gain_of(self, group: MatchingGroup, parts: Mapping[Pattern, Tensor]) -> Gain:
+        return Gain(parts, self.signs and group.index not in self._settled, group.shared)
+
+    def _products(
+        self, group: MatchingGroup, current: Mapping[str, Tensor], names: Collection[str] | None
+    ) -> dict[Pattern, Tensor]:
+        """Return the inner products of units, by the signs that act on their entries; see :meth:`gain`."""
         size = len(group.units)
         parts: dict[Pattern, Tensor] = {}
         for pattern, slices in group.slices.items():
@@ -256,7 +279,7 @@ class Descent:
             index = torch.from_numpy(joint.members).to(own.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
             total.index_put_((index[:, None], index[None, :]), own, accumulate=True)
-        return Gain(parts, self.signs and group.index not in self._settled, group.shared)
+        return parts
 
     def pair_gains(self, group: MatchingGroup, gain: Gain) -> dict[tuple[int, str], Tensor]:
         """Return the mixers' gains for pairs of units of a group, with all other groups fixed."""
@@ -306,11 +329,18 @@ class Descent:
 
     def _assign(self, group: MatchingGroup, names: Collection[str] | None = None) -> bool:
         """Assign a group's units by the gains of all parameters, or of the named ones."""
-        gain = self.gain(group, names=names)
-        if not gain.parts:
+        parts = self._products(group, self.current, names)
+        if not parts:
             return False
-        chosen = within_cells(group, Tables(gain))
-        del gain
+        tables = Tables(self._gain_of(group, parts))
+        chosen = within_cells(group, tables)
+        if not (self.signs or self.signs_help) and any(parts):
+            signed = Tables(Gain(parts, signs=True, shared=group.shared))
+            alike = all(torch.equal(own, tables.totals[0]) for own in signed.totals)
+            other = chosen if alike else within_cells(group, signed)
+            flips = any(bool((own < 0).any()) for own in other.signs.values())
+            self.signs_help = flips or not np.array_equal(other.source, chosen.source)
+        del parts, tables
         return chosen.moves and self.attempt(self.parts_of({group.index: chosen}), group.tensors)
 
     def pass_forward(self) -> None:
@@ -527,12 +557,14 @@ def descend(
     seed: int,
     max_sweeps: int,
     initial: Element | None = None,
+    known: Element | None = None,
     turned: bool = True,
     progress: bool = False,
 ) -> Descended:
     """Descend several times; for the arguments see :func:`lightning_sym.symmetry.weight_matching`.
 
-    With ``turned=False`` cells are rotated before anything else, for a start that is aligned except inside them.
+    With ``turned=False`` cells are rotated before anything else, for a start that is aligned except inside them. The
+    first descent continues from `known` where this is nearer to A than the result of its first pass.
     """
     from rich.progress import Progress  # slow to import
 
@@ -553,6 +585,8 @@ def descend(
                 descent.mix_cells()
             if initial is None and not number:
                 descent.pass_forward()
+                if known is not None:
+                    descent.restart_nearer(known)
             for objective in descent.sweeps(generator, max_sweeps):
                 history.append(objective)
                 sweep = len(history) - 1

@@ -14,9 +14,10 @@ from lightning_sym._distributed import device_of
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.assignment import Gain, MatchingGroup, Tables, stacked, within_cells
+from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
-from lightning_sym.symmetry.matching.weights import form_to_form
+from lightning_sym.symmetry.matching.weights import with_forms
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,11 @@ def orbit_distance(
     a: nn.Module,
     b: nn.Module,
     *,
-    balance: bool = True,
-    signs: bool = True,
     restarts: int = 1,
     seed: int = 0,
     max_sweeps: int = 100,
+    balance: bool = True,
+    signs: bool = True,
     device: torch.device | str | None = None,
 ) -> OrbitDistance:
     r"""Bound the distance between two networks up to symmetry: :math:`\min_g |\theta_a - g\,\theta_b|`, both balanced.
@@ -65,11 +66,11 @@ def orbit_distance(
         symmetry: The symmetry of the architecture.
         a: The first network.
         b: The second network.
-        balance: Whether to balance both networks first; otherwise scales are compared unchanged.
-        signs: Whether signs are free.
         restarts: See :func:`weight_matching`.
         seed: See :func:`weight_matching`.
         max_sweeps: See :func:`weight_matching`.
+        balance: Whether to balance both networks first; otherwise scales are compared unchanged.
+        signs: Whether signs are free.
         device: See :func:`weight_matching`.
 
     Returns:
@@ -89,17 +90,17 @@ def orbit_distance(
     with torch.no_grad():
         compared = comparable(symmetry, a, b, balance=balance)
         descent = Descent(compared, signs=signs, device=where)
-        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)
+        found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
         both = (descent.target, compared.start(where))
         said = [factor.unbounded(both, balance) for factor in symmetry.factors]
-        unknown, elements = any(own for _, own in said), [found.element]
+        unknown = any(own for _, own in said)
         hidden = any(factor.hides_units for factor in symmetry.factors)
-        if hidden or (balance and descent.suspicious(found.element)):
-            initial = compared.forth(form_to_form(symmetry, a, b))
-            found = descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=initial, turned=False)
-            elements += [found.element, *[initial] * unknown]  # there is no lower bound to respect
+        elements: list[Element] = []
+        if hidden or (balance and descent.suspicious(found[0].element)):
+            found, aligned = with_forms(descent, found[0], seed=seed, max_sweeps=max_sweeps)
+            elements = [compared.forth(aligned)] * unknown  # there is no lower bound to respect
         upper = math.inf
-        for element in elements:
+        for element in [*(own.element for own in found), *elements]:
             descent.restart(element)
             # Computed from differences: inner products cancel near 0.
             upper = min(upper, math.sqrt(descent.squared_distance))

@@ -21,7 +21,7 @@ from lightning_sym.symmetry.canonical.form import canonical_element
 from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gathered import Rung, Wanted
-from lightning_sym.symmetry.matching.balanced import check_networks, comparable, converted, working
+from lightning_sym.symmetry.matching.balanced import Comparison, check_networks, comparable, converted, working
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -121,10 +121,12 @@ def weight_matching(
 
     Free signs are optimised jointly, with gain :math:`|M_{ij}|` in the simplest case. Groups are skipped while no
     neighbour has changed since their last assignment. The first descent begins with a pass in the order of the layers,
-    which assigns each group by the axes aligned so far. As inner products are not invariant under scales, both networks
-    are balanced first, unless this hardly changes the proportions of units. Afterwards, ``b`` gets the scales of ``a``,
-    except at units that are nearly dead in ``a`` (docs/theory/matching.md, 1.5). If ``b`` ends up farther away than it
-    was, it is matched in its own scales instead. Without ``initial``, the match is therefore never farther than ``b``.
+    which assigns each group by the axes aligned so far. The search begins without
+    scales and signs, and continues with them where they can change an assignment. As inner products are not invariant
+    under scales, both networks are then balanced, unless this hardly changes the proportions of units. Afterwards,
+    ``b`` gets the scales of ``a``, except at units that are nearly dead in ``a`` (docs/theory/matching.md, 1.5), or
+    keeps its own where it is nearer then. Without ``initial``, the match is never farther than ``b``, nor than the
+    match without scales and signs.
 
     - Units are permuted within their cell. A second move permutes blocks of cells (heads, convolution groups), with the
       gains of their members' optimal assignments. A grouped convolution's weight counts for its rows, and within a
@@ -189,31 +191,32 @@ def weight_matching(
     if any(own.freedom not in freedom for own in turning):
         balance = False  # balancing would rotate cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
+    options: dict[str, Any] = {"seed": seed, "max_sweeps": max_sweeps}
 
-    def matched(b: nn.Module, balance: bool) -> Found:
+    def matched(b: nn.Module, balance: bool, *, again: bool = False) -> Found:
         gauged = comparable(symmetry, a, b, balance=balance, signs=signs)
         compared = comparable(symmetry, a, b, balance=False, signs=signs) if gauged.is_even else gauged
-        descent = Descent(compared, signs=signs, device=where, freedom=freedom)
-        start = None if initial is None else compared.forth(initial)
-        found = descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps, initial=start, progress=progress)
+        alone: Descended | None = None
+        if initial is None and not again:
+            descent = Descent(Comparison(symmetry, a, b), signs=False, device=where, freedom=freedom)
+            alone = found = descend(descent, restarts=restarts, progress=progress, **options)
+        if alone is None or not compared.is_plain or (signs and descent.allow_signs()):
+            descent = Descent(compared, signs=signs, device=where, freedom=freedom)
+            start, known = (None if own is None else compared.forth(own) for own in (initial, alone and alone.element))
+            found = descend(descent, restarts=restarts, initial=start, known=known, progress=progress, **options)
         doubtful = initial is None and balance and descent.suspicious(found.element)
-        starts = [found]
-        forms = measured(symmetry, a, b, replace(found, element=form_to_form(symmetry, a, b))) if doubtful else None
-        if forms is not None:  # heads hide units until they are aligned, which canonical forms do
-            begin = compared.forth(forms.element)
-            starts.append(descend(descent, restarts=1, seed=seed, max_sweeps=max_sweeps, initial=begin, turned=False))
+        starts, aligned = with_forms(descent, found, **options) if doubtful else ([found], None)
         del descent  # with its copy of the network
-        matches = []
+        ends = [] if alone in (None, found) else [(alone, alone.element)]
         for one in starts:
-            elements = [compared.back(one.element)]
+            ends.append((one, compared.back(one.element)))
             if gauged is not compared:
-                elements.append(gauged.back(gauged.forth(one.element)))
-            if scales and refine:
-                elements = [refined(symmetry, a, b, element, where) for element in elements]
-            matches += [measured(symmetry, a, b, replace(one, element=element)) for element in elements]
+                ends.append((one, gauged.back(gauged.forth(one.element))))
+        if scales and refine:
+            ends = [(one, refined(symmetry, a, b, element, where)) for one, element in ends]
+        matches = [measured(symmetry, a, b, replace(one, element=element)) for one, element in ends]
         match = min(matches, key=lambda own: own.distance_after)
-        # On one orbit canonical forms coincide, where descents take many steps or have no move.
-        return forms if forms is not None and forms.distance_after < match.distance_after else match
+        return match if aligned is None else nearer(match, measured(symmetry, a, b, replace(found, element=aligned)))
 
     with torch.no_grad():
         match = matched(b, scales and balance)
@@ -224,7 +227,7 @@ def weight_matching(
         for _ in range(_MOST_TIMES if scales and balance and initial is None else 0):
             if not least < match.distance_after < _NEAR * norm:
                 break
-            found = matched(symmetry.act(match.element, b), True)
+            found = matched(symmetry.act(match.element, b), True, again=True)
             if not found.distance_after < match.distance_after / 2:
                 break
             whole = symmetry.compose(found.element, match.element)
@@ -260,14 +263,30 @@ def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, de
     return element
 
 
-def nearer_by_forms(symmetry: Symmetry, a: nn.Module, b: nn.Module, match: Found) -> Found:
+def with_forms(descent: Descent, found: Descended, **options: Any) -> tuple[list[Descended], Element]:
+    """Descend again from aligned canonical forms, as heads hide units until they are aligned.
+
+    Args:
+        descent: The search.
+        found: Its result.
+        **options: Further arguments of :func:`descend`.
+
+    Returns:
+        Both results, and the element that aligns the forms.
+    """
+    compared = descent.compared
+    aligned = form_to_form(descent.symmetry, compared.a, compared.b)
+    begin = compared.forth(aligned)
+    return [found, descend(descent, restarts=1, initial=begin, turned=False, **options)], aligned
+
+
+def nearer(match: Found, forms: Found) -> Found:
     """Return a match, or the alignment of canonical forms if this is nearer.
 
     Canonical forms coincide on one orbit. Descents take many steps there, or have no move: for permutations of queries
     of one key, or rank-one maps.
     """
-    other = measured(symmetry, a, b, replace(match, element=form_to_form(symmetry, a, b)))
-    return other if other.distance_after < match.distance_after else match
+    return forms if forms.distance_after < match.distance_after else match
 
 
 def form_to_form(symmetry: Symmetry, a: nn.Module, b: nn.Module) -> Element:

@@ -259,6 +259,18 @@ def _cuts(axis: int, size: int, count: int) -> list[_Cut]:
     return found
 
 
+def lifted_operation(r: Rewriter, node: fx.Node, args: Sequence[tuple[Any, fx.Node | None]]) -> fx.Node | None:
+    """Return an operation with a new first axis; None if it cannot be extended.
+
+    Args:
+        r: The rewriter.
+        node: The operation.
+        args: Its arguments, and the same with the new first axis if they vary along it.
+    """
+    given = [_Lifted(own if wide is None else wide, wide is not None) for own, wide in args]
+    return _lifted(r, node, r.name(node), given)
+
+
 def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
     """Return an operation with a new first axis for the branches; None if it cannot be extended."""
     value, rest = args[0], [arg.node for arg in args[1:]]

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
-from lightning_sym.symmetry.charts import Piece
+from lightning_sym.symmetry.charts import Chart, Piece
 from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
 from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
@@ -143,7 +143,7 @@ class Capture:
     folded: frozenset[str] = frozenset()
     given: bool = False
     buffers: frozenset[str] = frozenset()
-    charts: dict[str, float | tuple[float, ...]] = field(default_factory=dict)
+    charts: dict[str, Chart] = field(default_factory=dict)
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
     call: Call = field(default_factory=Call)
     rules: set[str] = field(default_factory=set)

@@ -211,6 +211,9 @@ class _Shortener:
                 continue
             first = before.next
             self.rewriter.replace(node, new)
+            for step in steps[-2::-1]:  # what only a name kept, as of a module, would have the rules of one operation
+                if not step.node._erased and not step.node.users:
+                    self.rewriter.erase(step.node)
             return first.prev
         return None
 

@@ -1,4 +1,4 @@
-"""Charts: replace a parameter that the network reads as w + n, with a number n, by the sum."""
+"""Charts: replace a parameter that the network reads as w + n, with a number n, by the sum; exp(w) by a gain."""
 
 import math
 import operator
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.charts import POSITIVE, Chart
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
@@ -58,6 +59,41 @@ def read_as_sums(r: Rewriter) -> None:
             new = new if abs(read.factor) == 1 else r.insert(aten.mul.Tensor, new, abs(read.factor))
             r.replace(read.node, new)
         r.capture.charts[name] = numbers.pop()
+
+
+def read_as_gains(r: Rewriter) -> None:
+    """Let a parameter that is read only as exp(w), or another function onto the positive numbers, represent that."""
+    for node, name in r.capture.states.items():
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not value.is_floating_point() or name in r.capture.charts:
+            continue
+        reads = _positive(r, node)
+        names = {r.name(read) for read, _ in reads or ()}
+        if len(names) != 1:
+            continue
+        for read, power in reads or ():
+            r.at, given = read, read.args[0]
+            inner: Any = given if power > 0 else given.args[0]  # type: ignore[union-attr]
+            r.replace(read, inner if power > 0 else r.insert(aten.reciprocal.default, inner))
+        r.capture.charts[name] = names.pop()
+
+
+def _positive(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, int]] | None:
+    """Return the functions onto the positive numbers that alone read a moved parameter, and their powers."""
+    found: list[tuple[fx.Node, int]] = []
+    for user in node.users:
+        name = r.name(user)
+        if name in POSITIVE and len(user.args) == 1 and not user.kwargs:
+            found.append((user, 1))
+        elif name == "neg" and user.users and all(r.name(own) == "exp" for own in user.users):
+            found += [(own, -1) for own in user.users]
+        elif name in operations(Trait.REGROUP | Trait.PERMUTE | Trait.EXPAND) and user.all_input_nodes == [node]:
+            if (further := _positive(r, user)) is None:
+                return None
+            found += further
+        else:
+            return None
+    return found
 
 
 def _reads(r: Rewriter, here: _Read) -> list[_Read] | None:
@@ -212,9 +248,9 @@ def _number(r: Rewriter, item: object) -> float | None:
     return r.number(item)
 
 
-def charts_of(captures: Sequence[Capture]) -> tuple[dict[str, float | tuple[float, ...]], set[str]]:
+def charts_of(captures: Sequence[Capture]) -> tuple[dict[str, Chart], set[str]]:
     """Return the charts common to all captures, and the names of parameters with differing charts."""
-    charts: dict[str, float | tuple[float, ...]] = {}
+    charts: dict[str, Chart] = {}
     unlike: set[str] = set()
     for name in sorted({name for capture in captures for name in capture.charts}):
         read = {

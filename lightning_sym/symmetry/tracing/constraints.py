@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Floats, Ints, distinct_columns, rising
 
@@ -127,6 +128,8 @@ class Constraints:
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
+        self.first, self._merged = np.zeros(0, np.int64), [0, 0]  # of units that move together; counts of those seen
+        self.several: list[tuple[Ints, Ints]] = []  # joined units, and the first of each as far as then known
         self.where: Callable[[], str] | None = None
 
     def fresh_scales(self, shape: tuple[int, ...]) -> Ints:
@@ -183,9 +186,10 @@ class Constraints:
         tag[unset] = self._pending[atoms]
         return Label(label.axes, label.atom, tag, label.scale)
 
-    def pending(self, label: Label) -> Label:
-        """Return a parameter's label with the tags known so far."""
-        tag = np.where(label.tag == UNSET, np.maximum(self._pending[label.atom], 0), label.tag)
+    def pending(self, label: Label, other: int = 0) -> Label:
+        """Return a parameter's label with the tags known so far, and another tag elsewhere."""
+        known = self._pending[label.atom]
+        tag = np.where(label.tag == UNSET, np.where(known == UNSET, other, known), label.tag)
         return Label(label.axes, label.atom, tag, label.scale)
 
     def derive_tags(self, tag: Ints, coordinate: Ints) -> Ints:
@@ -230,6 +234,28 @@ class Constraints:
                 known = np.where(known == UNSET, self._pending[other.atom[unset]], known)
                 self._pending[atoms[free]] = known[free]
         return self.resolve(one), self.resolve(two)
+
+    def first_of(self, atom: Ints) -> Ints:
+        """Return for each unit the first one that must move with it, as far as operations have told."""
+        self.first = np.r_[self.first, np.arange(len(self.first), self.atoms)]
+        pairs = []
+        for at, told in enumerate((self.merges, self.contracted)):
+            pairs += [np.stack([own.ravel() for own in pair]) for pair in told[self._merged[at] :]]
+            self._merged[at] = len(told)
+        if pairs:
+            met, place = np.unique(self.first[np.hstack(pairs)], return_inverse=True)
+            one, two = place.reshape(2, -1)
+            graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (len(met), len(met)))
+            _, label = sparse.csgraph.connected_components(graph, False)
+            to = np.arange(len(self.first))
+            to[met] = met[np.unique(label, return_index=True)[1]][label]
+            self.first = to[self.first]
+        found: Ints = self.first[atom]
+        return found
+
+    def met_later(self) -> bool:
+        """Whether units that were told apart where they were joined turned out to move together."""
+        return any(len(rising(self.first_of(atom))) < len(rising(then)) for atom, then in self.several)
 
     def equate(self, terms: list[tuple[Ints, float]], *, signs: bool = True, magnitudes: bool = True) -> None:
         """Require that the sum of coefficient x log-scale is 0, and that the product of signs to these powers is 1."""

@@ -227,6 +227,9 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
             axes = list(range(len(batch), len(batch + summed)))
             result = r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, first, second), axes)
         return _ordered(r, result, batch, out)
+    for letters in (own, other, summed):
+        if len(letters) > 1 and (joined := _with_units_joined(r, (one, two, out), letters, first, second)) is not None:
+            return joined
     several = [part for part in (own, other) if len(part) > 1]
     if len(summed) > 1 or len(several) > 1:
         return None
@@ -253,6 +256,44 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     if not own or not other:
         result = r.insert(aten.squeeze.dim, result, -1 if own else -2)
     return _ordered(r, result, batch + own + other, out)
+
+
+def _with_units_joined(
+    r: Rewriter, terms: tuple[str, str, str], letters: str, first: fx.Node, second: fx.Node
+) -> fx.Node | None:
+    """Return the same product with all units of a factor on one axis, if they index several that are treated alike.
+
+    Args:
+        r: The rewriter.
+        terms: The letters of both factors and of the result.
+        letters: Letters that occur in the same terms.
+        first: First factor.
+        second: Second factor.
+    """
+    one, two, out = terms
+    units = [{term[axis] for axis in unit_axes(r, part)} if set(letters) <= set(term) else set(letters)
+             for term, part in ((one, first), (two, second))]  # fmt: skip
+    group = [letter for letter in letters if all(letter in own for own in units)]
+    if len(group) < 2 or any(r.made_of(part) != "inputs" for part in (first, second)):
+        return None
+    sizes = dict(zip(one + two, (*r.shape(first), *r.shape(second)), strict=True))
+    kept = [letter for letter in dict.fromkeys(out + one + two) if letter not in group[1:]]
+
+    def joined(part: fx.Node, term: str) -> tuple[fx.Node, str]:
+        if group[0] not in term:
+            return part, term
+        order = "".join(letter for letter in term if letter not in group) + "".join(group)
+        part = _ordered(r, part, term, order)
+        return reshaped(r, part, [*r.shape(part)[: -len(group)], -1]), order[: 1 - len(group)]
+
+    (first, one), (second, two) = joined(first, one), joined(second, two)
+    wanted = "".join(letter for letter in kept if letter in out)
+    result = r.insert(aten.einsum.default, f"{one},{two}->{wanted}", [first, second])
+    if group[0] not in out:
+        return result
+    at = wanted.index(group[0])
+    spread = wanted[:at] + "".join(group) + wanted[at + 1 :]
+    return _ordered(r, reshaped(r, result, [sizes[letter] for letter in spread]), spread, out)
 
 
 def are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:
@@ -536,7 +577,10 @@ def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
-    """Return the original value of reassembled parts; None if their order or extent differs."""
+    """Return the value whose parts are joined again, in any regular order of its axes; None if a part is missing.
+
+    Heads, for example, are split from the last axis and stacked along a new one, which is a view with other axes.
+    """
     memories = [memories_of(part) for part in parts if isinstance(part, fx.Node)]
     if len(memories) < len(parts) or any(memory != memories[0] for memory in memories):
         return None
@@ -546,18 +590,36 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     held: Tensor = source.meta["val"]
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
-    own = numbers_of(held)
-    if held.dtype != parts[0].meta["val"].dtype:
+    if held.dtype != parts[0].meta["val"].dtype or held.numel() != numbers.numel() or not numbers.numel():
         return None
-    if own.shape == numbers.shape:
-        return source if torch.equal(numbers, own) else None
-    if own.numel() == numbers.numel() and torch.equal(numbers.reshape(-1), own.reshape(-1)):
-        return reshaped(r, source, numbers.shape)
-    return (
-        permuted(r, source, [1, 0])
-        if own.ndim == 2 and own.T.shape == numbers.shape and torch.equal(own.T, numbers)
-        else None
-    )
+    own = numbers_of(held)
+    if own.shape == numbers.shape and torch.equal(numbers, own):
+        return source
+    lines = [
+        numbers[tuple(slice(None) if at == axis else 0 for at in range(numbers.ndim))] for axis in range(numbers.ndim)
+    ]
+    loops = [_loops((line - line[0]).tolist()) for line in lines]
+    inner = sorted(((step, size) for own in loops for size, step in own), reverse=True)
+    sizes, order = [size for _, size in inner], [inner.index((step, size)) for own in loops for size, step in own]
+    steps: tuple[int, ...] = layout(held)[1]
+    in_memory = sorted(range(held.ndim), key=lambda at: -steps[at])
+    if math.prod(sizes) != held.numel() or not held.permute(in_memory).is_contiguous():
+        return None
+    found = torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape)
+    if not torch.equal(found + int(held.storage_offset()), numbers):
+        return None
+    return reshaped(r, permuted(r, reshaped(r, permuted(r, source, in_memory), sizes), order), numbers.shape)
+
+
+def _loops(offsets: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sizes and steps of the nested loops that run through offsets in memory, the outermost one first.
+
+    Those of an irregular sequence run through others.
+    """
+    if len(offsets) == 1:
+        return []
+    size = next((at for at, offset in enumerate(offsets) if offset != at * offsets[1]), len(offsets))
+    return [*_loops(offsets[::size]), (size, offsets[1])]
 
 
 def _taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:

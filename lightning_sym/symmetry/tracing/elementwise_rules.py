@@ -348,6 +348,8 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
     if any(v.concrete is None for v in values_in((args, kwargs))):
         return picked(trace, value, *args, **kwargs)
+    if "zeros" in trace.node.meta:
+        trace.beside_zeros |= {root.state for root, _ in value.sources or ((value, ()),)}
     if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
@@ -406,10 +408,16 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
     axis %= len(shape)
     values = [v for v in values if not (v.ndim == 1 and v.shape[0] == 0)]
     values = [_spread(trace, _without_kernel(trace, value, axis), axis) for value in values]
+    wide = {label.axes for value in values for label in value.labels if len(label.axes) > 1 and axis not in label.axes}
+    for at, value in enumerate(values):  # learned keys beside those of heads
+        apart = [axes for axes in wide if sum(set(own.axes) <= set(axes) for own in value.labels) > 1]
+        values[at] = (trace._jointly(value, lambda tensor: tensor, apart) if apart else None) or value
     along = [next((label for label in v.labels if axis in label.axes), None) for v in values]
     kinds = {label.axes for label in along if label is not None}
     if len(kinds) > 1:
         return _side_by_side(trace, values, axis, shape)
+    if not kinds and len({value.is_zero for value in values}) > 1:  # a state of zeros times a gate
+        kinds = {(axis,)}
     others = {label.axes for value in values for label in value.labels if axis not in label.axes}
     result: list[Label] = []
     for axes in others:
@@ -438,8 +446,10 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
         joined = Label(axes, *arrays)
-        if len(rising(joined.atom)) < joined.size:
-            tag = trace.constraints.derive_tags(joined.tag, numbered(joined))
+        first = trace.constraints.first_of(joined.atom)
+        trace.constraints.several.append((joined.atom, first))
+        if len(rising(first)) < joined.size:  # a unit at several places
+            tag = trace.constraints.derive_tags(joined.tag, numbered(replace(joined, atom=first)))
             joined = Label(axes, joined.atom, tag, joined.scale)
         result.append(joined)
     return trace.disjoint(Value(shape, tuple(result)))

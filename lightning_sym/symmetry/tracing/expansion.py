@@ -31,7 +31,7 @@ from lightning_sym.symmetry.tracing.rules import (
     rule_for,
     run_module_rule,
 )
-from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.values import Goes, Value
 from lightning_sym.symmetry.tracing.walk import Walk
 
 aten = torch.ops.aten
@@ -225,14 +225,7 @@ class Expansion:
         self._demands.append(joined)
         return self._value(joined)
 
-    def contract(
-        self,
-        one: Value,
-        one_axes: Sequence[int | None],
-        two: Value,
-        two_axes: Sequence[int | None],
-        shape: Sequence[int],
-    ) -> Value:
+    def contract(self, one: Value, one_axes: Goes, two: Value, two_axes: Goes, shape: Sequence[int]) -> Value:
         """Multiply two values and sum over one axis of each.
 
         Raises:

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import layout
+from lightning_sym.symmetry.tracing.kernels import filled
 from lightning_sym.symmetry.tracing.nodes import memories_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
+WRITES = {"put", "index_put", "index_copy", "scatter", "slice_scatter", "select_scatter"}
+WRITES |= {"index_add", "scatter_add", "scatter_reduce"}
 _MOST = 2**22  # elements of the memory
 
 
@@ -24,28 +27,99 @@ class _Part(NamedTuple):
     is_single: bool
 
 
+class _Write(NamedTuple):
+    """A written value, the value before, and each element's index in the flattened result."""
+
+    source: fx.Node
+    base: Any
+    where: Tensor
+    adds: bool
+
+
 def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a value that writes fill completely, each element once, as the concatenation of the written values."""
-    shape, writes = r.shape(node), [node]
-    while r.name(before := writes[0].args[0]) == "put" and isinstance(before, fx.Node):
-        writes.insert(0, before)
-    if math.prod(shape) > _MOST or r.made_of(node) == "constants" or any(len(write.args) > 3 for write in writes):
+    """Rewrite a value that writes fill completely, each element once, as the concatenation of the written values.
+
+    Elements that nothing writes may hold one number.
+    """
+    shape = r.shape(node)
+    if math.prod(shape) > _MOST or r.made_of(node) == "constants":
         return None
-    owner: Any = r.graph.owning_module
-    held = [(write.args[2], write.args[1]) for write in writes]
-    if any(not isinstance(where, fx.Node) or where.op != "get_attr" for _, where in held):
-        return None
-    where = [getattr(owner, str(place.target)) for _, place in held]  # type: ignore[union-attr]
+    writes: list[_Write] = []
+    base: Any = node
+    while (write := _write(r, base)) is not None:
+        writes.insert(0, write)
+        base = write.base
+    number, taken = filled(r, base), torch.zeros(math.prod(shape), dtype=torch.bool)
+    for write in writes:
+        if write.adds and (number != 0 or bool(taken[write.where].any())):
+            return None
+        taken[write.where] = True
     for first in range(len(writes)):  # earlier writes are overwritten
-        if sum(own.numel() for own in where[first:]) == math.prod(shape):
-            found = _along_an_axis(shape, [source for source, _ in held[first:]], where[first:])
-            return None if found is None else _joined(r, shape, *found)
-    return _beside_rest(r, node, *held[-1], where[-1])
+        own = writes[first:]
+        count = sum(write.where.numel() for write in own)
+        beside = number is not None and first == 0 and not any(_goes_on(r, node, user) for user in node.users)
+        if count == math.prod(shape) or (beside and count == int(taken.sum())):
+            found = _along_an_axis(shape, [write.source for write in own], [write.where for write in own])
+            return None if found is None else _joined(r, node, number, *found)
+    return _beside_rest(r, node, writes[-1], node.args[1]) if r.name(node) == "put" and writes else None
 
 
-def _beside_rest(r: Rewriter, node: fx.Node, source: Any, held: Any, shown: Tensor) -> fx.Node | None:
+def _goes_on(r: Rewriter, node: fx.Node, user: fx.Node) -> bool:
+    """Whether an operation writes more into a value."""
+    return r.name(user) in WRITES and user.args[0] is node
+
+
+def _write(r: Rewriter, node: Any) -> _Write | None:
+    """Describe an operation that writes each element of a value to one constant place in another value."""
+    name = r.name(node)
+    if name not in WRITES or len(node.args) < 3 or (node.kwargs and name != "scatter_reduce"):
+        return None
+    at = {"put": 2, "index_put": 2, "slice_scatter": 1, "select_scatter": 1}.get(name, 3)
+    source, base = node.args[at] if len(node.args) > at else None, node.args[0]
+    if not isinstance(source, fx.Node) or not isinstance(base, fx.Node):
+        return None
+    if name == "put":
+        held: Any = node.args[1]
+        plain = len(node.args) == 3 and isinstance(held, fx.Node) and held.op == "get_attr"
+        return _Write(source, base, getattr(r.graph.owning_module, str(held.target)), adds=False) if plain else None
+    if name == "scatter_reduce" and (node.args[4] != "sum" or node.kwargs):
+        return None
+    shape = r.shape(source)
+    numbers = 1.0 + torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
+    given = {base: torch.zeros(r.shape(base), dtype=torch.float64), source: numbers}
+    given |= {own: r.constant(own) for own in node.all_input_nodes if own not in given}
+    if base is source or any(own is None for own in given.values()):
+        return None
+    shown = node.target(*fx.map_arg(node.args, given.get), **node.kwargs).reshape(-1)
+    order, places = shown.sort()
+    count = numbers.numel()
+    if not torch.equal(order[len(order) - count :], numbers.reshape(-1)) or int((shown != 0).sum()) != count:
+        return None
+    adds = name in ("index_add", "scatter_add", "scatter_reduce") or (name == "index_put" and True in node.args[3:])
+    return _Write(source, base, places[len(order) - count :].reshape(shape), adds=adds)
+
+
+def padded_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of values that are padded with zeros along one axis, side by side, as their concatenation."""
+    parts, shape = {}, r.shape(node)
+    for own in node.args[:2]:
+        sizes: Any = own.args[1] if r.name(own) in operations(Trait.PAD) else ()  # type: ignore[union-attr]
+        padded = [at for at, size in enumerate(sizes) if size]
+        if len(padded) != 1 or any(more not in ("constant", 0, None) for more in own.args[2:]):  # type: ignore[union-attr]
+            return None
+        axis = len(shape) - 1 - padded[0] // 2
+        size = shape[axis] - sizes[padded[0]]
+        whole = [*shape[:axis], size, *shape[axis + 1 :]]
+        parts[axis, 1 - padded[0] % 2] = size, r.insert(aten.expand.default, own.args[0], whole)  # type: ignore[union-attr]
+    (axis, _), (other, _) = parts if len(parts) == 2 else ((0, 0), (1, 0))
+    if axis != other or sum(size for size, _ in parts.values()) != shape[axis]:
+        return None
+    return r.insert(aten.cat.default, [parts[axis, behind][1] for behind in (0, 1)], axis)
+
+
+def _beside_rest(r: Rewriter, node: fx.Node, last: _Write, held: Any) -> fx.Node | None:
     """Rewrite units that are overwritten as a concatenation with the others: slices that are added to in place."""
-    shape, base = r.shape(node), node.args[0]
+    shape, source, base, shown = r.shape(node), *last[:3]
     while r.name(base) == "put" and isinstance(base, fx.Node) and base.args[1] is held:  # overwritten
         base = base.args[0]
     if not isinstance(base, fx.Node) or r.made_of(base) != "inputs" or shown.ndim != len(shape):
@@ -82,15 +156,22 @@ def _along_an_axis(shape: tuple[int, ...], sources: list[Any], where: list[Tenso
                 break
             parts.append(_Part(source, places, is_single))
         taken = torch.cat([part.places for part in parts]) if parts else torch.zeros(0)
-        if len(parts) == len(where) and len(taken) == size == len(torch.unique(taken)):
+        if len(parts) == len(where) and len(taken) == len(torch.unique(taken)):
             return axis, parts
     return None
 
 
-def _joined(r: Rewriter, shape: tuple[int, ...], axis: int, parts: list[_Part]) -> fx.Node:
+def _joined(r: Rewriter, node: fx.Node, number: float | None, axis: int, parts: list[_Part]) -> fx.Node:
+    shape = r.shape(node)
     values = [r.insert(aten.unsqueeze.default, source, axis) if is_single else source for source, _, is_single in parts]
-    joined = r.insert(aten.cat.default, values, axis)
     order = torch.cat([part.places for part in parts])
+    if len(order) < shape[axis]:
+        rest = torch.ones(shape[axis], dtype=torch.bool)
+        rest[order] = False
+        order = torch.cat([order, rest.nonzero()[:, 0]])
+        like, whole = node.meta["val"], [*shape[:axis], int(rest.sum()), *shape[axis + 1 :]]
+        values.append(r.insert(aten.full.default, whole, number, dtype=like.dtype, device=like.device))
+    joined = r.insert(aten.cat.default, values, axis)
     if torch.equal(order, torch.arange(len(order))):
         return joined
     sizes, steps = (

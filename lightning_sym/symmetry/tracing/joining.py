@@ -11,6 +11,7 @@ from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import Label, counted
 from lightning_sym.symmetry.tracing.coordinates import moved_coordinates, numbered_rows, rows_of, varies
 from lightning_sym.symmetry.tracing.nodes import shape_of
+from lightning_sym.symmetry.tracing.numbering import flat
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.placing import Placing
 from lightning_sym.symmetry.tracing.values import Value
@@ -92,7 +93,8 @@ class Joining(Placing):
                 nested, joined = True, self.constraints.resolve(units)
                 self.constraints.block(parents.atom, joined.atom)
             elif not nested:
-                joined = self.constraints.same_units(label, partner)
+                apart = None if product else self._both_blocks(label, partner)
+                joined = apart or self.constraints.same_units(label, partner)
             elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
                 joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
@@ -100,6 +102,7 @@ class Joining(Placing):
                 if spread and gain is not None:
                     self.gains[gain] += 1
                 self.constraints.block(parents.atom, joined.atom, gains=spread)
+                self._see_by_tag(joined, parents)
                 joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
                 label, partner = (joined, parents) if wide is label else (parents, joined)
             else:
@@ -210,6 +213,34 @@ class Joining(Placing):
             label = Label(label.axes, label.atom, tag, label.scale)
         self.see(label)
         return label
+
+    def _both_blocks(self, label: Label, partner: Label) -> Label | None:
+        """Return new blocks that contain two blocks each, whose units may not be mixed with each other; else None.
+
+        A sum of products of two heads mixes the units of both, unless a nonlinear function of one of them comes first.
+        """
+        label, partner = self.constraints._agree(label, partner)
+        both = np.stack([label.atom.ravel(), partner.atom.ravel()])
+        if (both[0] == both[1]).any() or not np.array_equal(label.tag, partner.tag):
+            return None
+        if not np.isin(both, flat([parents for parents, _ in self.constraints.blocks])).all(1).all():
+            return None
+        if not np.isin(both, flat(self.constraints.restricted)).any():
+            return None
+        pairs, again = np.unique(both, axis=1, return_inverse=True)
+        atom = self.constraints.fresh((), (pairs.shape[1],)).atom[again.ravel()].reshape(label.atom.shape)
+        for part in (label, partner):
+            self.constraints.block(atom, part.atom)
+            self.see(part)  # tells the two apart
+        return Label(label.axes, atom, label.tag, label.scale)
+
+    def _see_by_tag(self, label: Label, parents: Label) -> None:
+        """Distinguish units whose parents are one unit at different positions."""
+        parents = self.constraints.resolve(parents)
+        if len(rising(parents.atom)) < len(rising_pairs(parents.atom.ravel(), parents.tag.ravel())[0]):
+            label = self.constraints.resolve(label)
+            tag = self.constraints.derive_tags(label.tag, parents.tag)
+            self.see(Label(label.axes, label.atom, tag, label.scale))
 
     def _beside_number(self, labels: list[Label], others: list[Label]) -> list[Label]:
         """Tie the scales of units to that of a number added to them (their mean)."""

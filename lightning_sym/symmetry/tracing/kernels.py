@@ -1,7 +1,7 @@
 """Rewrite layers with parts that are zero, and grouped convolutions with computed weights."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -52,6 +52,7 @@ def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
         size = r.shape(part)[channel]
         if filled(r, part) != 0:
             own = r.insert(aten.slice.Tensor, weight, 1, start, start + size)
+            own.meta["zeros"] = True
             layer = r.insert(node.target, part, own, *([None] * (total is not None) or node.args[2:3]), *node.args[3:])
             total = layer if total is None else r.insert(aten.add.Tensor, total, layer)
         start += size
@@ -64,6 +65,31 @@ def _repeated(r: Rewriter, part: fx.Node) -> fx.Node | None:
     while r.name(value) in _REPEATS:
         value = value.args[0]  # type: ignore[assignment]
     return value if value.op == "call_function" and r.made_of(value) == "inputs" else None
+
+
+def padded(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite padding of one axis by a number as a concatenation; by zeros only if layers read it as inputs."""
+    value, sizes, *more = cast(Any, node.args)
+    number = more[-1] if more else 0
+    shape, kind = list(r.shape(value)), node.meta["val"]
+    if not isinstance(sizes, (list, tuple)) or not isinstance(number, (int, float)) or min(sizes, default=-1) < 0:
+        return None
+    axes = {len(shape) - 1 - at // 2 for at, size in enumerate(sizes) if size}
+    if len(axes) != 1 or (number == 0 and not all(_channels(r, node, user) in axes for user in node.users)):
+        return None
+    (axis,) = axes
+    at = 2 * (len(shape) - 1 - axis)
+    before, behind = ([r.insert(aten.full.default, [*shape[:axis], size, *shape[axis + 1 :]], number, dtype=kind.dtype,
+        device=kind.device)] * (size > 0) for size in sizes[at : at + 2])  # fmt: skip
+    return r.insert(aten.cat.default, [*before, value, *behind], axis)
+
+
+def _channels(r: Rewriter, value: fx.Node, layer: fx.Node) -> int | None:
+    """Return the axis of a value that a layer sums over; None for other readers."""
+    name = r.name(layer)
+    if "transpose" in name or not name.startswith(("linear", "conv")) or layer.args[0] is not value:
+        return None
+    return len(r.shape(value)) - 1 - (0 if name == "linear" else spatial_axes_of(name))
 
 
 def joined_flat(r: Rewriter, node: fx.Node) -> fx.Node | None:

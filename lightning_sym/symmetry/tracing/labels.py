@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_sym.symmetry.charts import Charts
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import charts_of
@@ -38,13 +40,23 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
         affine: Whether to allow sign changes that add a constant.
         lengths: The number of input lengths that the user gave.
     """
-    walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
-    for captured in captures:
-        walk.run(captured)
+    first = np.zeros(0, np.int64)
+    for _ in range(2):  # again if steps of a loop join states that only later steps show to move together
+        walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
+        walk.constraints.first = first
+        for captured in captures:
+            walk.run(captured)
+        if not walk.constraints.met_later():
+            break
+        first = walk.constraints.first
     charts, unlike = charts_of(captures)
     for name in unlike & walk.axis_labels.keys():
         walk.fix(Value(tuple(tensors.states[name].shape), walk.axis_labels[name]))
+    positive = {name for name, chart in charts.items() if isinstance(chart, str)}
+    for label in (label for name in positive & walk.axis_labels.keys() for label in walk.axis_labels[name]):
+        walk.constraints.restrict(label)
+        walk.constraints.fix_scales(label.scale, magnitudes=False)
     walk.finish()
     stacked, hidden = unstack(walk.stacks, walk.axis_labels)
     walk.taps = {mark: value for mark, value in walk.taps.items() if mark.name not in hidden}
-    return Labels(walk, Charts(charts, pieces_of(captures)), tensors.unsaved | unlike, stacked)
+    return Labels(walk, Charts(charts, pieces_of(captures)), tensors.unsaved | unlike | positive, stacked)

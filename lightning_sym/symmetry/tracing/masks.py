@@ -1,18 +1,23 @@
 """Normal form of masks: a constant that is added before a softmax."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
+from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.contractions import shown
 from lightning_sym.symmetry.tracing.extrema import larger
-from lightning_sym.symmetry.tracing.operations import Trait, operations
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of
 
 aten = torch.ops.aten
 _LOW = -1e3  # the softmax is zero at entries that are lower than all others by this much
 _LOWEST = -1e30  # other terms are lost in rounding when added to this
+_HIDES = "may_hide_rows"
 _FAR = 6  # maximal number of operations between a mask and its softmax
 
 
@@ -71,6 +76,34 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
     return False
 
 
+def mark_masked_softmaxes(captures: Sequence[Capture]) -> list[str]:
+    """Mark each softmax whose mask depends on the inputs: it may hide whole rows, of which no weight is left.
+
+    Returns:
+        The modules of the marked operations; nothing if all were marked before.
+    """
+    found = []
+    for captured in captures:
+        for node in captured.graph.nodes:
+            if name_of(node) in operations(Trait.SOFTMAX) and _HIDES not in node.meta and _is_masked(node.args[0]):
+                node.meta[_HIDES] = True
+                found.append(captured.modules.get(node, "forward"))
+    return sorted({*found})
+
+
+def may_hide_rows(node: fx.Node) -> bool:
+    """Return whether a softmax is marked."""
+    return _HIDES in node.meta
+
+
+def _is_masked(node: Any) -> bool:
+    """Whether a value is a sum in which low numbers replace some elements."""
+    name = name_of(node) if isinstance(node, fx.Node) else ""
+    if name in operations(Trait.JOIN | Trait.CAST | Trait.REGROUP | Trait.EXPAND):
+        return any(map(_is_masked, node.all_input_nodes))
+    return name in ("masked_fill", "where")
+
+
 def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Remove a mask after a softmax that the same mask before the softmax makes redundant."""
     given: Any = node.args
@@ -100,6 +133,27 @@ def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
     while r.name(mask) in ("logical_not", "bitwise_not"):
         mask, turned = mask.args[0], not turned
     return mask, turned
+
+
+def without_common(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Remove maxima that all numbers of a softmax share."""
+    value, axis = node.args[:2]
+    terms = terms_of(r, value) if isinstance(value, fx.Node) and r.only_for(value, node) else []
+    rank = len(r.shape(node))
+
+    def is_shared(term: Term) -> bool:
+        sizes = (1,) * (rank - len(r.shape(term.node))) + r.shape(term.node)
+        whole = shown(r, term.node)[0]
+        return sizes[axis] == 1 and r.name(whole) in operations(Trait.REDUCE | Trait.WRITE)  # type: ignore[index]
+
+    kept = [term for term in terms if not is_shared(term)]
+    if len(kept) in (0, len(terms)) or r.shape(node)[axis] == 1:  # type: ignore[index]
+        return None
+    first = next((term for term in kept if term.added and r.shape(term.node) == r.shape(node)), None)
+    if first is None:
+        return None
+    logits = summed(r, first.node, [term for term in kept if term is not first])
+    return r.insert(node.target, logits, *node.args[1:], **node.kwargs)
 
 
 def of_softmax(r: Rewriter, node: fx.Node, at: int = 0) -> fx.Node | None:

@@ -52,7 +52,7 @@ from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, 
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
-from lightning_sym.symmetry.tracing.charts import factored, read_as_sums, read_behind_layers
+from lightning_sym.symmetry.tracing.charts import factored, read_as_gains, read_as_sums, read_behind_layers
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     einsum,
@@ -70,17 +70,18 @@ from lightning_sym.symmetry.tracing.contractions import (
 )
 from lightning_sym.symmetry.tracing.cutting import cut_results
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
-from lightning_sym.symmetry.tracing.filling import joined_writes
+from lightning_sym.symmetry.tracing.filling import WRITES, joined_writes, padded_sum
 from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
-from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, taken_apart
+from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask, without_common
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
+from lightning_sym.symmetry.tracing.segments import spread_edges
 from lightning_sym.symmetry.tracing.sums import (
     gathered,
     normalised,
@@ -111,11 +112,12 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (respell_layers, recognise_batch_norms, cut_results, spell_heads):
+    for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_as_sums(rewriter)
     read_behind_layers(rewriter)
+    read_as_gains(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
@@ -432,7 +434,7 @@ def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (*_SUMS, masked_product, added_branches):
+    for rewrite in (*_SUMS, masked_product, added_branches, padded_sum):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -503,6 +505,16 @@ def _norm_of_centred(r: Rewriter, node: fx.Node) -> fx.Node | None:
     eps = argument(node, 3, "eps")
     eps = torch.finfo(node.meta["val"].dtype).eps if eps is None else eps
     return r.insert(aten.layer_norm.default, value, sizes, argument(node, 2, "weight"), None, eps)
+
+
+def _norm(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the norm of zeros, as of an initial state, as its bias, and norms of centred values as layer norms."""
+    if r.number(node.args[0]) != 0 or r.made_of(node) == "constants":
+        return _norm_of_centred(r, node)
+    shape, like = list(r.shape(node)), node.meta["val"]
+    if (bias := argument(node, 3, "bias") if r.name(node) == "layer_norm" else None) is not None:
+        return r.insert(aten.expand.default, bias, shape)
+    return r.insert(aten.full.default, shape, 0.0, dtype=like.dtype, device=like.device)
 
 
 def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -623,15 +635,17 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
     "im2col": _windows,
-    **dict.fromkeys(("rms_norm", "layer_norm"), _norm_of_centred),
+    **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
     "stack": _stack,
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,
     "cat": _cat,
-    "put": joined_writes,
+    **dict.fromkeys(WRITES, joined_writes),
+    **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
+    "softmax": without_common,
     **REWRITES,
 }

@@ -42,7 +42,7 @@ def cut_parameters(capture: Capture, whole: set[str]) -> None:
         else:
             several = all(origins.values()) and len({frozenset(own) for own in origins.values()}) > 1
         if several and _are_apart(origins):
-            _cut_at(capture, node, readers, pieces)
+            cut_at(capture, node, readers, pieces)
 
 
 def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
@@ -84,7 +84,7 @@ def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
         if node not in arrays and all(_is_added_to(own, products) for users in readers.values() for own in users)
     ]
     for node in arrays + biases:
-        _cut_at(capture, node, *found[node])
+        cut_at(capture, node, *found[node])
     return bool(arrays)
 
 
@@ -204,7 +204,7 @@ def _filled(name: str, size: int, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     return tuple(sorted([*pieces, *rest], key=lambda piece: piece.start))
 
 
-def _cut_at(
+def cut_at(
     capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]], pieces: dict[fx.Node, Piece]
 ) -> None:
     """Replace a parameter by its pieces."""

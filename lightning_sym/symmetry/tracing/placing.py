@@ -165,7 +165,7 @@ class Placing(TraceState):
         name = root.state
         if name is None or name in self.joint or len(axes) < 2 or root.members is not None:
             return None
-        if not self._is_read_here_only(name) or (len(axes) > 2 and not self._is_multiplied()):
+        if not self._is_read_here_only(name) or (len(axes) > 2 and not together and not self._is_multiplied()):
             return None
 
         def moved(tensor: Tensor) -> Tensor:

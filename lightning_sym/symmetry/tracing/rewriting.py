@@ -88,6 +88,11 @@ class Rewriter:
         """Whether a named value of the network refers to a node."""
         return node in self._marked
 
+    def unmark(self, node: fx.Node) -> None:
+        """Remove the names of values that refer to a node."""
+        self.capture.marks[:] = [mark for mark in self.capture.marks if mark.node is not node]
+        self._marked.discard(node)
+
     def constant(self, item: Any) -> Tensor | None:
         """Return the value of a constant, a number as float64; None if it is unknown."""
         if not isinstance(item, fx.Node):

@@ -436,9 +436,13 @@ def _on_parameters(
 ) -> set[str]:
     constraints, joint = stacks.constraints, set()
     seen = np.concatenate([np.zeros(0, np.int64), *constraints.normed, *constraints.centred])
+    fixed = rising(np.concatenate([np.zeros(0, np.int64), *(ids.ravel() for ids in constraints.fixed_atoms)]))
+    held = rising(np.concatenate([np.zeros(0, np.int64), *(ids.ravel() for ids in constraints.fixed_magnitudes)]))
     for name, size in stacks.sizes.items():
         members, *labels = axis_labels[name]
         own = [label for label in labels if (units.sizes[label.atom] > 0).any()]
+        if all(np.isin(label.atom, fixed).all() and np.isin(label.scale, held).all() for label in own):
+            continue  # only whole members move
         if not own:
             continue
         joint.add(name)

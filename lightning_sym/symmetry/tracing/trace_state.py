@@ -57,6 +57,7 @@ class TraceState:
         self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
         self.walks = 0
         self.made_of_states: dict[int, Any] = {}
+        self.beside_zeros: set[Any] = set()
         self.made_by: dict[str | int, fx.Node] = {}
         self.lengths: set[int] = set()
         self._growing: tuple[Capture | None, dict[fx.Node, list[frozenset[int]]]] = None, {}
@@ -66,6 +67,7 @@ class TraceState:
         self.batch_norms: set[BatchNorm] = set()
         self.taps: dict[Mark, Value] = {}
         self.seen: set[int] = set()
+        self.untagged: list[Label] = []
         self.half_turned: dict[fx.Node, InFront] = {}
         self.periodic: set[str] = set()
         self.aperiodic: set[str] = set()
@@ -182,6 +184,9 @@ class TraceState:
             label: The units.
             name: The name of the value that contains them, if any.
         """
+        if name is None and (self.constraints.pending(label, UNSET).tag == UNSET).any():  # of a part of a weight
+            self.untagged.append(label)
+            return
         label = self.constraints.resolve(label)
         held = hash((label.atom.tobytes(), label.tag.tobytes()))
         if name is None and held in self.seen:  # known occurrences add nothing

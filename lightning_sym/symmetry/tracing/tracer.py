@@ -8,6 +8,7 @@ from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
 from lightning_sym.symmetry.tracing.expansion import expand
+from lightning_sym.symmetry.tracing.made_weights import shape_layers
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.pieces import cut_arrays, cut_parameters, unlike_pieces
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
@@ -36,7 +37,10 @@ class Tracer:
         expand(captured)
         cut_parameters(captured, self._whole)
         normalise(captured, own_operations())
-        return normalise(captured, own_operations()) if cut_arrays(captured, self._whole) else captured
+        for reshape in (cut_arrays, shape_layers):
+            if reshape(captured, self._whole):
+                normalise(captured, own_operations())
+        return captured
 
     def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
         """Make captures split each parameter into the same pieces; parameters with differing pieces stay whole."""

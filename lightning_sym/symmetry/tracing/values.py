@@ -14,6 +14,8 @@ from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import rank_within
 
 Path = tuple[Callable[[Tensor], Tensor], ...]
+# By axis of a value: the axis of a result that it becomes; None for an axis that vanishes.
+Goes = Sequence[int | None]
 
 # The rest of an error message for torch functions called on values.
 _EXPECTED = (
@@ -117,7 +119,7 @@ class Value:
         """Return a value of the same shape with other labels."""
         return Value(self.shape, labels)
 
-    def on(self, axes: Sequence[int | None], rank: int) -> "Value":
+    def on(self, axes: Goes, rank: int) -> "Value":
         """Return the value on other axes of a tensor with ``rank`` axes; axes mapped to None lose their labels."""
         sizes = [1] * rank
         for size, target in zip(self.shape, axes, strict=True):

@@ -15,7 +15,7 @@ from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import moved_coordinates
 from lightning_sym.symmetry.tracing.joining import Joining
 from lightning_sym.symmetry.tracing.placing import ALONG
-from lightning_sym.symmetry.tracing.values import Value, numbered
+from lightning_sym.symmetry.tracing.values import Goes, Value, numbered
 
 Rule = Callable[..., Any]
 FIXED_MATRIX = "sums units times fixed numbers, behind which they keep no scale in common"
@@ -151,14 +151,7 @@ class Trace(Joining):
             "that does only one of these, as labels are unknown when functions are traced"
         )
 
-    def contract(
-        self,
-        one: Value,
-        one_axes: Sequence[int | None],
-        two: Value,
-        two_axes: Sequence[int | None],
-        shape: Sequence[int],
-    ) -> Value:
+    def contract(self, one: Value, one_axes: Goes, two: Value, two_axes: Goes, shape: Sequence[int]) -> Value:
         """Multiply two values and sum over one axis of each: the group acts on one factor, inversely on the other.
 
         Args:
@@ -176,7 +169,10 @@ class Trace(Joining):
             self._for_each_block(one, one_axes, two, two_axes),
             self._for_each_block(two, two_axes, one, one_axes),
         ]
-        values = [self._lending(value, axis) for value, axis in zip(values, summed, strict=True)]
+        values = [
+            self._lending(value, axis) if other.labels else value
+            for value, other, axis in zip(values, values[::-1], summed, strict=True)
+        ]
         inner = [
             next((label for label in value.labels if axis in label.axes), None)
             for value, axis in zip(values, summed, strict=True)
@@ -235,9 +231,7 @@ class Trace(Joining):
             met = self.join(result.with_labels(*beside), Value(sizes, met), product=True).labels
         return Value(tuple(shape), (*(label for label in result.labels if label not in beside), *met))
 
-    def _at_all_places(
-        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
-    ) -> Value:
+    def _at_all_places(self, value: Value, goes: Goes, other: Value, others: Goes) -> Value:
         """Let units act alike along axes that the other factor, a parameter, does not have, as it undoes them there."""
         label = next((label for label in value.labels if goes.index(None) in label.axes), None)
         root = other.sources[0][0] if len(other.sources) == 1 else other
@@ -246,9 +240,7 @@ class Trace(Joining):
         beside = [axis for axis in label.axes if goes[axis] is not None and goes[axis] not in others]
         return self.tied(value, beside) if beside else value
 
-    def _by_element(
-        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
-    ) -> Value:
+    def _by_element(self, value: Value, goes: Goes, other: Value, others: Goes) -> Value:
         """Make the elements of a matrix units if units index both of its axes in the other factor (heads)."""
         met = next((label for label in other.labels if others.index(None) in label.axes), None)
         targets = set() if met is None else {others[axis] for axis in met.axes}
@@ -285,9 +277,7 @@ class Trace(Joining):
         filling = (label for label in value.labels if label is not own and not label.axes)
         return replace(value, labels=(own, *labels, *filling))
 
-    def _for_each_block(
-        self, value: Value, goes: Sequence[int | None], other: Value, others: Sequence[int | None]
-    ) -> Value:
+    def _for_each_block(self, value: Value, goes: Goes, other: Value, others: Goes) -> Value:
         """Copy a factor's units for each block (head) of the other factor, if the first is constant along blocks."""
         for axis, target in enumerate(goes):
             if target is None or target not in others or len(value.labels) != 1 or axis in value.labels[0].axes:
@@ -308,7 +298,7 @@ class Trace(Joining):
             value = Value(shape, (copied,), sources=value.sources)
         return value
 
-    def _narrowed(self, value: Value, goes: Sequence[int | None], others: Collection[int | None]) -> Value:
+    def _narrowed(self, value: Value, goes: Goes, others: Collection[int | None]) -> Value:
         """Reduce a factor to size 1 along axes of the other factor's units along which it is constant."""
         own = {axis for label in value.labels for axis in label.axes}
         batch = [
@@ -335,7 +325,7 @@ class Trace(Joining):
         return len(set(one[one > 0].tolist())) < int((one > 0).sum())
 
     def _undone(
-        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Sequence[int | None]], *, alone: bool
+        self, values: Sequence[Value], labels: Sequence[Label], goes: Sequence[Goes], *, alone: bool
     ) -> Label | None:
         """Let the second factor undo the group's action on the summed axis of the first factor.
 

@@ -160,6 +160,8 @@ class Walk(Trace):
 
     def finish(self) -> None:
         """Add the constraints that depend on all walks: elements of weights that none of them read."""
+        for label in self.untagged:
+            self.see(self.constraints.resolve(label))
         for name, labels in self.axis_labels.items():  # a part was taken, but not used
             if name not in self.reads:
                 root = Value(tuple(self.tensors[name].shape), labels, state=name)
@@ -209,12 +211,16 @@ class Walk(Trace):
                 elif missed:
                     # A shorter input may omit more elements; several examples show which ones.
                     left = label.at(~reached[1:].reshape(label.atom.shape))
-                    self.constraints.fix(label if self.examples == 1 else left)
+                    zeros = key in self.beside_zeros
+                    self.constraints.fix(label if self.examples == 1 and not zeros else left)
                     maker = self.made_by.get(key)
                     where = "a value made of weights" if maker is None else f"the result of {self.where_is(maker)}"
                     where = where if root.state is None else f"{root.state}{list(label.axes)}"
                     self.constraints.notes[
-                        f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
+                        f"{where}: {missed} of {label.size} places are multiplied by zeros only and stay fixed"
+                        if zeros
+                        else f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input "
+                        "may"
                     ] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:

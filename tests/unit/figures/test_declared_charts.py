@@ -35,13 +35,14 @@ def segments(axes):
 def test_the_legend_names_bands_and_error_bars(legend):
     table = rows(epoch=[0, 0, 1, 1], y=[1.0, 3.0, 2.0, 4.0], low=0.5, high=None, std=0.25)
     errors = {"error": [("low", "high"), "std"], "spans": ["95 % interval", "± standard deviation"]}
-    for marks, name in (
+    cases = (
         (Marks("y", "epoch"), "lowest to highest"),
         (Marks("y", "epoch", kind="error", **errors), "± standard deviation"),  # there is no interval
         (Marks("y", "epoch", **errors), "± standard deviation"),
         (Marks("y", "epoch", kind="bars", error=["std"]), "± std"),
         (Marks("low", "epoch", kind="error", error=[("low", "y")]), "low to y"),
-    ):
+    )
+    for marks, name in cases if legend == "below" else cases[-1:]:
         panel = Panel([marks], by=["epoch"]) if legend == "beside" else Panel([marks])
         assert labels(drawn(Chart([panel], legend=legend).draw(table))) == [name]
     table = rows(epoch=[0, 1], y=[1.0, 2.0], low=None, high=None)

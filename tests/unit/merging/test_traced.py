@@ -12,6 +12,8 @@ from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.rules import register_rule
 
+pytestmark = pytest.mark.measured
+
 EXAMPLE = Call.of(torch.ones(2, 5))
 
 

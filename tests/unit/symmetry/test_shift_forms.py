@@ -9,6 +9,8 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.affine import contractions, forms
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 
+pytestmark = pytest.mark.measured
+
 
 class Scaled(nn.Module):
     """A residual network whose summands have gains of their own."""

@@ -19,6 +19,8 @@ from lightning_sym.symmetry.described import joined
 from lightning_sym.symmetry.trace import trace_symmetry
 from lightning_sym.symmetry.tracing.rules import register_rule
 
+pytestmark = pytest.mark.measured
+
 L, C = nn.Linear, nn.Conv2d
 X = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
 

@@ -459,7 +459,7 @@ def _both_sums(relations: Sequence[Relation | None], by: Sequence[float]) -> Rel
     one, two = relations
     if one is None or two is None or one.axes != two.axes or one.total.segments != 1 or two.total.segments != 1:
         return None
-    total = Total(1)
+    total, constant = Total(1), 0.0
     for own, factor in ((one, by[0]), (two, by[1])):
         if own.total.known is None or any(at.numel() > 1 for *_, at in own.coefficient.items):
             return None
@@ -467,7 +467,8 @@ def _both_sums(relations: Sequence[Relation | None], by: Sequence[float]) -> Rel
         if number.items:
             total.terms.append((number, own.segments, (1,) * own.segments.ndim))
         else:
-            total.constant += number.factor
+            constant += number.factor
+    total.constant = constant
     return Relation(one.axes, one.segments, ONE, total)
 
 

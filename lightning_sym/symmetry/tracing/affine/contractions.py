@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.tracing.affine.algebra import Algebra
 from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned, at_origin, equation_shape, size_of_products
+from lightning_sym.symmetry.tracing.affine.moves import told, windows_of
 from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
     ONE,
@@ -48,6 +49,9 @@ class Contractions(Algebra):
         if any(not set(own) <= set(other + out) for own, other in ((first, second), (second, first))):
             return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
         by = Sum(first, second, out)
+        one, two = (
+            told(own, [way.one.index(letter) for letter in way.gone]) for own, way in ((one, by), (two, by.turned))
+        )
         sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
         result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
         if one.varies and two.varies:
@@ -95,6 +99,7 @@ class Contractions(Algebra):
         space = "".join("ijk"[: len(shape) - 2])
         kernel = space.upper()
         by = Sum("ay" + kernel, ("zy" if out == 0 else "yz") + kernel, "az" + space)
+        value = told(value, [1])
         self.unknowns.vanish(self.numbers(weights))
         for drift in [*value.drifts.values(), *weights.drifts.values()]:
             self.unknowns.vanish(drift.numbers)
@@ -111,7 +116,7 @@ class Contractions(Algebra):
             self.system.fixed.add(name)
             return result
         family = self.system.family(name, split[0])
-        windows = self._windows(value, weights) if not padded and out == 0 else None
+        windows = windows_of(value, weights) if not padded and out == 0 else None
         rows = None if windows is None else self._rows(windows, weights, by, split[0])
         self.system.read.add(name)
         if windows is not None and rows is not None:
@@ -127,21 +132,6 @@ class Contractions(Algebra):
             whole = [1 if letter == "z" else size for letter, size in zip(by.out, shape, strict=True)]
             result.drifts[self.system.source()] = Drift(places(whole), directions[None])
         return result
-
-    @staticmethod
-    def _windows(value: Value, weights: Value) -> Value | None:
-        """Return the windows that a kernel reads, if a relation of the channels holds at each place; else None."""
-        relation, kernel = value.relation, weights.shape[2:]
-        if relation is None or relation.axes != {1}:
-            return None
-        count = math.prod(kernel)
-        total = Total(relation.total.segments * count)
-        total.before = relation.total, torch.arange(total.segments) // count
-        segments = relation.segments * count + torch.arange(count).reshape(1, 1, *kernel)
-        axes = frozenset(range(1, 2 + len(kernel)))
-        return Value(
-            (*value.shape[:2], *kernel), True, relation=Relation(axes, segments, relation.coefficient, total)
-        )  # fmt: skip
 
     def _through_kernel(self, numbers: Tensor, weights: Value, by: Sum, groups: int, channels: int) -> Tensor:
         """Propagate a translation that is constant over places through a kernel."""
@@ -289,7 +279,7 @@ class Contractions(Algebra):
         beside, total = sorted(relation.axes - gone), relation.total
         sizes = [relation.segments.shape[axis] for axis in beside]
         apart = len(torch.unique(relation.segments)) == math.prod(sizes) == relation.segments.numel() == total.segments  # type: ignore[no-untyped-call]
-        if not gone < relation.axes or not apart or relation.coefficient != ONE:
+        if not gone < relation.axes or not apart or relation.coefficient != ONE or bool(total.open.any()):
             return False
         if any(by.two[axis] not in by.out for axis in beside):
             return False
@@ -351,7 +341,10 @@ class Contractions(Algebra):
             return array
 
         parts = []
-        for first in firsts.T:
+        for first, unknown in zip(firsts.T, relation.total.open, strict=True):
+            if bool(unknown):
+                parts.append(torch.zeros([1] * numbers.ndim, dtype=torch.int64))
+                continue
             inverse = coefficient.mapped(lambda t, first=first: at(t, first)).power(-1)
             own = self.unknowns.combined([(at(numbers, first), inverse)])
             parts.append(torch.zeros([1] * numbers.ndim, dtype=torch.int64) if own is None else own)
@@ -365,15 +358,17 @@ class Contractions(Algebra):
             self.unknowns.vanish(multiples)
             return left
         out = aligned(multiples, by.one, by.out, 1)
-        if relation.total.known is not None:
-            for part in out if relation.total.known else ():
-                self._include(result, self.unknowns.combined([(part, Coefficient(relation.total.known))]))
-            return left
-        total = relation.total
-
-        key = ("multiples", total.key(), out.numpy().tobytes())
-        self._include(result, self._by_entry(key, out, total))
+        if not self._times_numbers(result, out, relation.total):
+            key = ("multiples", relation.total.key(), out.numpy().tobytes())
+            self._include(result, self._by_entry(key, out, relation.total))
         return left
+
+    def _times_numbers(self, result: Value, multiples: Tensor, total: Total) -> bool:
+        """Add multiples of a relation's totals if these are numbers; return whether they are."""
+        for part, number in zip(multiples, total.numbers or (), strict=False):
+            if number and not math.isnan(number):
+                self._include(result, self.unknowns.combined([(part, Coefficient(number))]))
+        return total.numbers is not None
 
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
         """Propagate drifts of one factor through the other."""
@@ -521,11 +516,12 @@ class Contractions(Algebra):
             return aligned(array, by.one, by.gone).expand(whole).reshape(-1)[order]
 
         coefficient, segments = relation.coefficient.mapped(flat), flat(relation.segments)
-        key = coefficient.key((len(order),)), segments.numpy().tobytes()
+        unknown = relation.total.open
+        key = coefficient.key((len(order),)), segments.numpy().tobytes(), unknown.numpy().tobytes()
         family = self.system.family(name, summed)
         if key not in family.rows:
             self.system.late |= name in self.system.read
-            family.rows[key] = self.system.rows(name, summed, coefficient, segments)
+            family.rows[key] = self.system.rows(name, summed, coefficient, segments, unknown)
         return family.rows[key]
 
     def _order(self, weights: Value, by: Sum, summed: frozenset[int]) -> Tensor | None:
@@ -553,10 +549,8 @@ class Contractions(Algebra):
         numbers = self.unknowns.living(self._placed(rows.numbers, weights, by, 1))
         if numbers is None or total.vanishes:
             return
-        if total.known is not None and total.segments == 1:
-            self._include(result, self.unknowns.combined([(numbers[0], Coefficient(total.known))]))
+        if self._times_numbers(result, numbers, total):
             return
-
         key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
         family = self._family(weights, by)
         unseen = None if family is None else self._placed(family.directions, weights, by)

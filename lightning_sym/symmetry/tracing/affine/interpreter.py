@@ -12,10 +12,10 @@ from lightning_sym.symmetry.tracing.affine.layers import Layers
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
-from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places
+from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places, thinned
 from lightning_sym.symmetry.tracing.capture import OPAQUE
 from lightning_sym.symmetry.tracing.nodes import written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations
 
 
 class Interpreter(Layers):
@@ -100,10 +100,10 @@ class Interpreter(Layers):
             return None
         given = self._given(node)
         if node.target in OPAQUE:
-            if (result := self._moved_by_rule(node)) is None:
-                self._see_weights(given, [])
-                result = self._written(node)
-            return result
+            if (moved := self._moved_by_rule(node)) is not None:
+                return moved
+            self._see_weights(given, [])
+            return self._written(node)
         if written_by(node):
             return self._written(node)
         if self.constants.is_constant(node):
@@ -115,7 +115,39 @@ class Interpreter(Layers):
         self._see_weights(given if name not in operations(Trait.CAST) else given[:1], result)
         if isinstance(result, Value) and not result.varies:
             result.node = node
+        held = self._held(node, name) if any(own.varies for own in given) else None
+        if isinstance(result, list):
+            result = [own and own.with_(held=at) for own, at in zip(result, held or [None] * len(result), strict=True)]
+        elif isinstance(result, Value) and (held is not None or result.held is not None):
+            result = result.with_(held=held)
         return result
+
+    def _held(self, node: fx.Node, name: str) -> Any:
+        """Return the numbers that a result holds for every input, NaN elsewhere; None if there are none."""
+        nodes = {given: self.values.get(given) for given in node.all_input_nodes}
+        told = any(isinstance(own, Value) and own.held is not None for own in nodes.values())
+        if not ((told and (name in _KEEPING or is_pointwise(node.target))) or name in _FILLING):
+            return None
+        numbers = {}
+        for given, own in nodes.items():
+            val = given.meta.get("val")
+            if isinstance(own, list) or not isinstance(val, Tensor) or val.numel() > _MOST:
+                return None
+            number = self.constants.number(given)
+            known = self.constants.known(given) if number is None else torch.full(val.shape, number, dtype=val.dtype)
+            if known is None and not val.is_floating_point():
+                return None
+            if known is None:
+                known = torch.full((), torch.nan) if own is None or own.held is None else own.held
+            numbers[given] = known.expand(val.shape)
+        target: Any = node.target
+        try:
+            made = target(*fx.map_arg(node.args, numbers.get), **fx.map_arg(node.kwargs, numbers.get))
+        except RuntimeError:
+            return None
+        found = [thinned(own) if own.is_floating_point() and not bool(own.isnan().all()) else None
+                 for own in (made if isinstance(made, (list, tuple)) else [made])]  # fmt: skip
+        return found if isinstance(made, (list, tuple)) else found[0]
 
     def _see_weights(self, given: Sequence[Value], result: Any) -> None:
         """Fix weights that an operation reads other than by moves and contractions."""
@@ -270,5 +302,9 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "lightning_sym::any_step": Interpreter._step,
     "lightning_sym::rotary": Interpreter._rotary,
 }
+_MOST = 2**20  # maximal entries of values that hold numbers
+# Operations that keep the numbers which a value holds, and those that put constants beside its entries.
+_FILLING = operations(Trait.CAT | Trait.PAD) | {"where", "masked_fill"}
+_KEEPING = MOVES | _FILLING | operations(Trait.CAST | Trait.JOIN | Trait.PRODUCT)
 # Invariant under some translations of weights.
 _BLIND = operations(Trait.SOFTMAX) | {"layer_norm"}

@@ -11,6 +11,7 @@ from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
+from lightning_sym.symmetry.tracing.masks import may_hide_rows
 from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import name_of
 
@@ -80,7 +81,10 @@ class Layers(Products):
     def _softmax(self, node: fx.Node) -> Any:
         x = self._value(node.args[0])
         axis: Any = node.args[1]
-        return None if x is None else self.softmax(x, axis % max(x.rank, 1), log="log" in name_of(node))
+        if x is None:
+            return None
+        result = self.softmax(x, axis % max(x.rank, 1), log="log" in name_of(node))
+        return result.with_(relation=None) if may_hide_rows(node) else result
 
     def _reduced(self, node: fx.Node) -> Any:
         x = self._value(node.args[0])

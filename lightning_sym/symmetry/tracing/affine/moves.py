@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.values import Relation, Shape, Total, places, thinned
+from lightning_sym.symmetry.tracing.affine.values import ONE, Relation, Shape, Total, Value, places, thinned
 from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
@@ -176,6 +176,40 @@ def spread(relation: Relation, axes: Collection[int], shape: Shape) -> Relation:
             )
             total = Total(total.segments * size, before=(total, torch.arange(total.segments * size) // size))
     return Relation(relation.axes | set(axes), segments, relation.coefficient, total)
+
+
+def told(value: Value, axes: Sequence[int]) -> Value:
+    """Return a value with the relation of the numbers that it holds, if it has no other along some axes.
+
+    Each entry that no input changes is a segment, whose total is its number.
+    """
+    if value.held is None or not axes or (value.relation is not None and value.relation.axes == set(axes)):
+        return value
+    held = value.held
+    for axis in set(range(value.rank)) - set(axes):
+        first = held.narrow(axis, 0, 1)
+        held = torch.where((held == first).all(axis, keepdim=True), first, torch.nan)
+    known = held.nan_to_num(0.0) != 0
+    if not bool(known.any()) or bool(known.all()):
+        return value
+    segments = known.reshape(-1).long().cumsum(0).reshape(known.shape) * known
+    total = Total(1 + int(known.sum()), (math.nan, *held[known].tolist()))
+    return value.with_(relation=Relation(frozenset(axes), segments, ONE, total))
+
+
+def windows_of(value: Value, weights: Value) -> Value | None:
+    """Return the windows that a kernel reads, if a relation of the channels holds at each place; else None."""
+    relation, kernel = value.relation, weights.shape[2:]
+    if relation is None or relation.axes != {1}:
+        return None
+    count = math.prod(kernel)
+    total = Total(relation.total.segments * count)
+    total.before = relation.total, torch.arange(total.segments) // count
+    segments = relation.segments * count + torch.arange(count).reshape(1, 1, *kernel)
+    axes = frozenset(range(1, 2 + len(kernel)))
+    return Value(
+        (*value.shape[:2], *kernel), True, relation=Relation(axes, segments, relation.coefficient, total)
+    )  # fmt: skip
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:

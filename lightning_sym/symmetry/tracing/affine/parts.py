@@ -38,6 +38,7 @@ class Readers(NamedTuple):
         at: Wanted unknowns. Shape (segments, *the weight's), with size 1 along these axes.
         coefficient: Along these axes, flattened.
         segments: The segment of each place on them.
+        constants: Whether the relation is that of entries which no input changes.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Readers(NamedTuple):
     at: Ints
     coefficient: Coefficient
     segments: Ints
+    constants: bool = False
 
 
 class Writers(NamedTuple):

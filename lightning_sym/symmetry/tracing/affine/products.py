@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants
-from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Drift, Shape, Value, places
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of
 from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
 
@@ -42,14 +42,42 @@ class Products(Contractions):
             axes = [at for at, own in enumerate(axis) if own is not None]
             axis, index = (axes[0], axis[axes[0]]) if len(axes) == 1 else (None, None)
         at = self._value(index)
-        if table.varies or at is None or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
+        if at is None or not isinstance(axis, int) or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
             return None
+        if table.varies:
+            return self._taken_rows(table, axis % table.rank, at.shape)
         letters = _LETTERS[: table.rank]
         axis %= table.rank
         own = _LETTERS[table.rank : table.rank + at.rank]
         return self._by_indicators(
             at, table, f"{own}{letters[axis]},{letters}->{letters[:axis]}{own}{letters[axis + 1 :]}", node, axis
         )
+
+    def _taken_rows(self, value: Value, axis: int, taken: Shape) -> Value:
+        """Return parts of a value at input-dependent indices along an axis: what is added equally to all parts passes.
+
+        Args:
+            value: The value.
+            axis: The axis.
+            taken: The shape of the indices.
+        """
+        self.alike(value, [axis], seen=False)
+        own = value.with_(relation=None, origin=None)
+        whole = (*value.shape[:axis], *taken, *value.shape[axis + 1 :])
+
+        def wider(array: Tensor, lead: int = 0) -> Tensor:
+            at = lead + axis
+            return array.reshape(*array.shape[:at], *[1] * len(taken), *array.shape[at + 1 :])
+
+        parts = [wider(part) for part in (own.translation, *own.more) if part is not None]
+        result = Value(whole, True, None, parts[0] if parts else None, learned=value.learned, more=tuple(parts[1:]))
+        for key, drift in self._living(own).items():
+            if drift.function.shape[axis] == 1:
+                result.drifts[key] = Drift(wider(drift.function), wider(drift.numbers, 1))
+            else:  # functions of the taken places
+                sizes = [*drift.function.shape[:axis], *taken, *drift.function.shape[axis + 1 :]]
+                result.drifts[self.system.source()] = Drift(places(sizes), wider(drift.numbers, 1))
+        return result
 
     def _by_indicators(self, index: Value, table: Value, equation: str, node: fx.Node, axis: int = 0) -> Value:
         hot = Value((*index.shape, table.shape[axis]), True)

@@ -214,7 +214,9 @@ def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False)
             continue
         if user.args and user.args[0] is node:
             move = move_of(user, name, shape, constants.known) if name in MOVES else None
-            if move is not None:
+            if "zeros" in user.meta:
+                yield _Read(parts, cut)
+            elif move is not None:
                 long = move.cut_to(constants.lengths)
                 yield from _readers(user, [move(part) for part in parts], constants, cut or long)
                 continue

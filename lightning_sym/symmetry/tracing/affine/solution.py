@@ -16,6 +16,7 @@ from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights
 from lightning_sym.symmetry.tracing.equations import compress
 
 _NOTHING = 1e-9
+_MOST = 2**20  # maximal entries of forms that are compared
 
 
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
@@ -279,6 +280,23 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     return rows, ids, (defined, definition, gone)
 
 
+def _flat(forms: sparse.csr_matrix, rows: Ints) -> Floats | None:
+    """Return forms as one vector for each row of unknowns; None if there are many. Shape (rows, entries)."""
+    if rows.size > _MOST:
+        return None
+    made = sparse.vstack([forms[own].reshape(1, -1) for own in rows]).tocsc()
+    made = made[:, np.flatnonzero(np.diff(made.indptr))]
+    return None if made.shape[0] * made.shape[1] > _MOST else made.toarray()
+
+
+def _combination(given: Floats, wanted: Floats) -> Floats | None:
+    """Return the factors with which independent vectors sum to another one; None if none do."""
+    if not len(given) or not wanted.any():
+        return None
+    factors: Floats = np.linalg.lstsq(given.T, wanted, rcond=None)[0]
+    return factors if np.allclose(factors @ given, wanted, rtol=_NOTHING, atol=_NOTHING) else None
+
+
 class Solution:
     """The free unknowns of a system, and the forms that express all others by them.
 
@@ -367,7 +385,7 @@ class Solution:
         column[free] = np.arange(len(free))
         lengths = np.diff(forms.indptr)
         before, equations = int(zero.sum()), len(self.system.unknowns.equations)
-        if self._met_twins() or self._parted(column):
+        if self._met_twins() or self._combined_twins() or self._parted(column):
             return True
         alive = []
         for own in self.system.derived:
@@ -447,6 +465,40 @@ class Solution:
                     self.system.unknowns.equate(one.source, two.source)
                 two.alike |= set(range(len(two.blocks[0])))
                 met = True
+        return met
+
+    def _combined_twins(self) -> bool:
+        """Let the results of the same weights depend on each other as their sources do, and the other way round.
+
+        Example: a layer that reads a state after each step of a solver.
+
+        Returns:
+            Whether any did not before.
+        """
+        forms, unknowns, met = self.solved.forms, self.system.unknowns, False
+        by_weights = any(atom.kind != "length" for _, terms in unknowns.equations for _, items in terms
+                         for atom, *_ in items)  # fmt: skip
+        for twins in self._twins.values():
+            if len({(own.source.shape, own.numbers.shape) for own in twins}) > 1:
+                continue
+            sides = [np.stack([getattr(own, side).numpy().ravel() for own in twins]) for side in ("source", "numbers")]
+            source, numbers = (_flat(forms, rows) for rows in sides)
+            if source is None or numbers is None:
+                continue
+            apart: list[int] = []
+            for at, own in enumerate(twins):
+                given = _combination(source[apart], source[at])
+                made = None if given is not None else _combination(numbers[apart], numbers[at])
+                found = made if given is None else given
+                if found is None or (by_weights and np.abs(60 * found - np.round(60 * found)).max() > _NOTHING):
+                    apart += [at] * bool(source[at].any() and numbers[at].any())
+                    continue
+                own.alike |= set(range(len(own.blocks[0])))
+                if given is None or not np.allclose(given @ numbers[apart], numbers[at]):
+                    side = sides[0 if given is None else 1]
+                    terms: list[Any] = [(1.0, []), *((-factor, []) for factor in found.tolist())]
+                    unknowns.equations.append((side[[at, *apart]].T, terms))
+                    met = True
         return met
 
     @staticmethod

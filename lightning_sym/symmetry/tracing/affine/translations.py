@@ -168,7 +168,14 @@ class _Compiler:
         forms = Forms(self.solution, self.wanted, self.order)
         free = [Free(name, self._at(numbers)) for name, numbers in system.free.items()]
         readers = [
-            Readers(name, tuple(sorted(axes)), self._at(rows.numbers), rows.coefficient, rows.segments.numpy())
+            Readers(
+                name,
+                tuple(sorted(axes)),
+                self._at(rows.numbers),
+                rows.coefficient,
+                rows.segments.numpy(),
+                bool(rows.unknown.any()),
+            )
             for (name, axes), family in self.families.items()
             for rows in family.rows.values()
         ]
@@ -289,7 +296,7 @@ class _Compiler:
 
     def _kind(self, rows: Sequence[Readers], free: Sequence[str], steps: Sequence[Step], most: int) -> str:
         """Name the kind of entries that are added at equal places, at most ``most`` times to each tensor."""
-        if any(own.coefficient.items or own.segments.any() for own in rows):
+        if any(own.coefficient.items or own.segments.any() for own in rows if not own.constants):
             return READERS
         free = [*(own.name for own in rows), *free]  # of a table that is translated equally in all rows
         learned = [isinstance(self.system.tensors[name], torch.nn.Parameter) for name in free]

@@ -99,13 +99,13 @@ class Total:
 
     Attributes:
         segments: The number of segments.
-        constant: A number common to all segments.
+        constant: A number common to all segments, or one for each, NaN where the input changes the sum.
         terms: Coefficients, the segment of each entry (thin), and the shape of the sum.
         before: An earlier total, and the index of the earlier segment for each segment; added to this total.
     """
 
     segments: int
-    constant: float = 0.0
+    constant: float | tuple[float, ...] = 0.0
     terms: list[tuple[Coefficient, Tensor, Shape]] = field(default_factory=list)
     before: "tuple[Total, Tensor] | None" = None
 
@@ -124,7 +124,26 @@ class Total:
     def known(self) -> float | None:
         """The total if it is one number for all weights and segments; else None."""
         before = 0.0 if self.before is None else self.before[0].known
-        return None if self.terms or before is None else before + self.constant
+        told = isinstance(self.constant, float) and not self.terms and before is not None
+        return before + self.constant if told else None  # type: ignore[operator]
+
+    @property
+    def numbers(self) -> tuple[float, ...] | None:
+        """The total of each segment, NaN if it has none; None if totals depend on weights."""
+        own = self.constant if isinstance(self.constant, tuple) else (self.constant,) * self.segments
+        if self.before is None or self.terms:
+            return None if self.terms else own
+        before = self.before[0].numbers
+        return (
+            None
+            if before is None
+            else tuple(number + before[at] for number, at in zip(own, self.before[1].tolist(), strict=True))
+        )
+
+    @property
+    def open(self) -> Tensor:
+        """Whether each segment has no total. Shape (segments,)."""
+        return torch.tensor(self.numbers or (0.0,) * self.segments).isnan()
 
 
 @dataclass
@@ -159,6 +178,7 @@ class Value:
             thin.
         learned: Whether it depends on parameters.
         more: Further summands of the translation that vary along other axes; combined when needed.
+        held: The numbers that entries hold for every input, NaN elsewhere; thin. None if there are none.
     """
 
     shape: Shape
@@ -170,6 +190,7 @@ class Value:
     origin: tuple[str, tuple[Tensor, ...]] | None = None
     learned: bool = False
     more: tuple[Tensor, ...] = ()
+    held: Tensor | None = None
 
     @property
     def rank(self) -> int:
