@@ -8,19 +8,12 @@ from pytorch_lightning.utilities import rank_zero_warn
 from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Generator, Tensor, nn
 
+from lightning_sym import curvature
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._random import generator
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks._checks import loss_of
 from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite, by_member
-from lightning_sym.curvature import (
-    CurvatureOperator,
-    NonFiniteError,
-    NotConvergedError,
-    directional_curvature,
-    top_eigenvalue,
-    trace,
-)
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curvature_monitor import monitor_results, monitor_scalars
 from lightning_sym.reports.report import picked
@@ -168,14 +161,14 @@ class CurvatureMonitor(TrainingMonitor):
         """Return the measurements of one network at one point."""
         found: dict[str, float] = {}
         try:
-            hessian = CurvatureOperator(network, data, loss)
+            hessian = curvature.CurvatureOperator(network, data, loss)
             found["loss"] = hessian.gradient_and_loss()[1]
-            estimate = trace(hessian, self.probes, generator=signs)
+            estimate = curvature.trace(hessian, self.probes, generator=signs)
             found |= {"trace": estimate.value, "trace_error": estimate.standard_error}
             if step is not None and bool((direction := hessian.flatten(step)).any()):
-                found["along_step"] = directional_curvature(hessian, {"step": direction})["step"][1]
-            found["top_eigenvalue"] = top_eigenvalue(hessian, error=self.tolerance).value
-        except (NonFiniteError, NotConvergedError) as error:
+                found["along_step"] = curvature.directional_curvature(hessian, {"step": direction})["step"][1]
+            found["top_eigenvalue"] = curvature.top_eigenvalue(hessian, error=self.tolerance).value
+        except (curvature.NonFiniteError, curvature.NotConvergedError) as error:
             rank_zero_warn(f"CurvatureMonitor leaves out a measurement: {error}")
         return found
 

@@ -14,23 +14,11 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
+from lightning_sym import landscape
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.figures import isosurface_mesh
-from lightning_sym.landscape import (
-    FunctionScale,
-    Grid,
-    LossSurface,
-    Moments,
-    TwoUnitClass,
-    WeightPlane,
-    evaluate_grid,
-    independent,
-    is_relu_line,
-    orbit_distances,
-    weight_vector,
-)
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.equivalence import (
     EvaluatedGrid,
@@ -164,7 +152,7 @@ class EquivalenceReport(RunReport):
         if not self.active:
             return
         task: Any = pl_module
-        size = weight_vector(task.teacher).numel()
+        size = landscape.weight_vector(task.teacher).numel()
         if self._most_points > size + 1:
             raise ValueError(
                 f"A grid of dimension {self._most_points - 1} does not fit into the {size} weights of this network; "
@@ -185,13 +173,13 @@ class EquivalenceReport(RunReport):
         """Evaluate all grids; return them and the reasons for missing ones."""
         task.on_train_end()  # Lightning calls it after those of callbacks
         teacher, inputs, targets, scale = self._teacher_on_inputs(task, trainer.strategy.root_device)
-        surface = LossSurface(teacher, inputs, targets, dtype=inputs.dtype)
+        surface = landscape.LossSurface(teacher, inputs, targets, dtype=inputs.dtype)
 
-        def on_grid(plane: WeightPlane, grid: Grid, name: str) -> NDArray[np.float64]:
+        def on_grid(plane: landscape.WeightPlane, grid: landscape.Grid, name: str) -> NDArray[np.float64]:
             # Named for its grid and plane, so that a grid of another search is not resumed.
             key = hashlib.sha256(repr((grid, plane.centre.tolist(), plane.basis.tolist())).encode()).hexdigest()[:12]
             with self.progress(trainer, f"J on the {name} grid") as progress:
-                return evaluate_grid(
+                return landscape.evaluate_grid(
                     surface,
                     plane,
                     grid,
@@ -222,7 +210,7 @@ class EquivalenceReport(RunReport):
         """Return candidates, points and sets, with figures."""
         missing, teacher, inputs, scale = measured
         exact, all_inputs = two_unit_class(teacher, inputs), torch.zeros(0)
-        if is_relu_line(teacher):  # few numbers; they give the moments of the exact theory
+        if landscape.is_relu_line(teacher):  # few numbers; they give the moments of the exact theory
             all_inputs = torch.cat(list(task.sample_inputs())).to(inputs)
         search = SearchData(
             task.title(),
@@ -257,7 +245,7 @@ class EquivalenceReport(RunReport):
             search,
             self.evaluated,
             self._point_rows(task, list(points.values()), teacher, inputs[:2]),
-            {**stored, "teacher": weight_vector(task.teacher).cpu()},
+            {**stored, "teacher": landscape.weight_vector(task.teacher).cpu()},
             scale=scale,
             exact=exact,
             missing=missing,
@@ -283,7 +271,7 @@ class EquivalenceReport(RunReport):
 
     def _teacher_on_inputs(
         self, task: EquivalenceTask, device: torch.device
-    ) -> tuple[torch.nn.Module, Tensor, Tensor, FunctionScale]:
+    ) -> tuple[torch.nn.Module, Tensor, Tensor, landscape.FunctionScale]:
         """Return a copy of the teacher in the grids' precision, the grids' inputs, its outputs, and its scale there."""
         task.to(device)
         kind = torch.float64 if self.precision == "double" else torch.float32
@@ -292,7 +280,7 @@ class EquivalenceReport(RunReport):
         teacher = task.copy_of_teacher().to(inputs)
         with torch.no_grad():
             targets = teacher(inputs)
-        scale = FunctionScale.of(targets.flatten(1))
+        scale = landscape.FunctionScale.of(targets.flatten(1))
         if scale.constant == 0:
             raise ValueError(
                 f"The teacher is constant on the {len(inputs)} inputs of the grids; raise inputs of EquivalenceReport."
@@ -305,13 +293,13 @@ class EquivalenceReport(RunReport):
         if through == "search":
             return searched[:needed]
         if through == "orbit":
-            vector = weight_vector(task.teacher).cpu()
+            vector = landscape.weight_vector(task.teacher).cpu()
             points = [FoundWeights("teacher", vector, 0.0, 0.0, None), *task.orbit_points(needed - 1)]
         else:
             images = task.orbit_points(max(1, needed // 2))
             points = [point for pair in zip_longest(searched, images) for point in pair if point is not None]
         vectors = torch.stack([point.weights.double() for point in points])
-        accepted = independent(vectors[1:] - vectors[0])
+        accepted = landscape.independent(vectors[1:] - vectors[0])
         return [points[0], *(points[1 + index] for index in accepted)][:needed]
 
     def _point_rows(
@@ -319,10 +307,10 @@ class EquivalenceReport(RunReport):
     ) -> list[dict[str, Any]]:
         if not points:
             return []
-        target = weight_vector(teacher)
+        target = landscape.weight_vector(teacher)
         vectors = torch.stack([point.weights for point in points]).to(target)
         held_out = task.held_out_surface(target.dtype).at(vectors).tolist()
-        distances = orbit_distances(teacher, vectors, target, example)
+        distances = landscape.orbit_distances(teacher, vectors, target, example)
         return point_rows(points, vectors, held_out, distances, task.scales["held_out"], self.evaluated)
 
 
@@ -350,10 +338,12 @@ def first_inputs(batches: Iterable[Tensor], most: int) -> Tensor:
     return torch.cat(found)[:most]
 
 
-def two_unit_class(teacher: nn.Module, inputs: Tensor) -> TwoUnitClass | None:
+def two_unit_class(teacher: nn.Module, inputs: Tensor) -> landscape.TwoUnitClass | None:
     """Return the exact class of a network of two ReLU units of one input; None for others, or one-sided inputs."""
-    if not is_relu_line(teacher) or weight_vector(teacher).numel() != _TWO_UNIT_WEIGHTS:
+    if not landscape.is_relu_line(teacher) or landscape.weight_vector(teacher).numel() != _TWO_UNIT_WEIGHTS:
         return None
     if inputs.min() >= 0 or inputs.max() <= 0:
         return None
-    return TwoUnitClass(weight_vector(teacher).double().cpu(), Moments.of(inputs.flatten().cpu()))
+    return landscape.TwoUnitClass(
+        landscape.weight_vector(teacher).double().cpu(), landscape.Moments.of(inputs.flatten().cpu())
+    )

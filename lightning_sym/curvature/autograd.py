@@ -7,21 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.curvature.passes import (
-    Engine,
-    called_twice,
-    check_outputs,
-    check_trained,
-    not_called,
-    not_of_tensors,
-    pull_back,
-)
+from lightning_sym.curvature import passes
 from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, curved_parameters
 from lightning_sym.curvature.sums import regroups
 
 
-class AutogradEngine(Engine):
+class AutogradEngine(passes.Engine):
     """The engine for any architecture: gradients at the outputs of the layers, which rules turn into factors."""
 
     def __init__(self, network: nn.Module, ffc: FFC, columns: int, lengthscales: bool = False) -> None:
@@ -34,9 +26,9 @@ class AutogradEngine(Engine):
     def _hook(self, name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor:
             if name in self.recorded:
-                raise called_twice(name)
+                raise passes.called_twice(name)
             if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-                raise not_of_tensors(name, module)
+                raise passes.not_of_tensors(name, module)
             x = args[0].detach()
             self.recorded[name] = (x, x._version, output)
             # Operations in place, for example a ReLU's, change this copy.
@@ -49,7 +41,7 @@ class AutogradEngine(Engine):
         nodes = [output for _, _, output in self.recorded.values()]
         self.sums.regroups |= regroups(outputs, nodes)
         for piece in torch.split(square_root, self.columns):
-            for gradients in pull_back(outputs, nodes, piece):
+            for gradients in passes.pull_back(outputs, nodes, piece):
                 for (name, (a, _, output)), g in zip(self.recorded.items(), gradients, strict=True):
                     columns = output.new_zeros(1, *output.shape) if g is None else g
                     self.sums.add_out(name, a, columns, len(outputs))
@@ -66,7 +58,7 @@ class AutogradEngine(Engine):
         inputs = {name: x for name, (x, _, _) in recorded.items()}
         if cotangent is None:
             return Pass(outputs, inputs)
-        check_trained(outputs)
+        passes.check_trained(outputs)
         nodes = [output for _, _, output in recorded.values()]
         found = torch.autograd.grad(
             outputs,
@@ -89,14 +81,14 @@ class AutogradEngine(Engine):
             for name, (module, _) in self.layers.items():
                 hooks.enter_context(module.register_forward_hook(self._hook(name), with_kwargs=True))
             outputs: Tensor = self.network(x)
-        check_outputs(outputs, x)
+        passes.check_outputs(outputs, x)
         self._check_recorded(len(x))
         return outputs
 
     def _check_recorded(self, samples: int) -> None:
         for name, (module, _) in self.layers.items():
             if name not in self.recorded:
-                raise not_called(name, module)
+                raise passes.not_called(name, module)
             x, version, output = self.recorded[name]
             if x._version != version:
                 raise ValueError(

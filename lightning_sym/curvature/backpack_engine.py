@@ -16,15 +16,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
 from torch import Tensor, nn
 
-from lightning_sym.curvature.passes import (
-    Engine,
-    called_twice,
-    check_outputs,
-    check_trained,
-    not_called,
-    not_of_tensors,
-    pull_back,
-)
+from lightning_sym.curvature import passes
 from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, Rule, curved_parameters, find_rule
 from lightning_sym.curvature.structure import children_in_order, runs
@@ -58,7 +50,7 @@ class _Jacobian(BaseDerivatives):  # type: ignore[misc]
         """Return columns at the input, shape ``[V, N, ...]``, for those at the output."""
         found = []
         for piece in torch.split(mat, self.columns):
-            for (g,) in pull_back(module.output, [module.input0], piece):
+            for (g,) in passes.pull_back(module.output, [module.input0], piece):
                 found.append(module.input0.new_zeros(1, *module.input0.shape) if g is None else g)
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -226,7 +218,7 @@ def _check_loss(loss: nn.Module, targets: Tensor) -> None:
 # ---- the copy of the network that BackPACK works on
 
 
-class BackpackEngine(Engine):
+class BackpackEngine(passes.Engine):
     """The engine by BackPACK, on a copy of the network's structure that is thrown away.
 
     The copy has new modules with the same tensors. :class:`~lightning_sym.layers.ResidualPathways` become BackPACK's
@@ -248,7 +240,7 @@ class BackpackEngine(Engine):
         self.converted = self.convert(network)
         for name, (module, _) in self.layers.items():
             if name not in self.copies:
-                raise not_called(name, module)
+                raise passes.not_called(name, module)
 
     def convert(self, module: nn.Module) -> nn.Module:
         """Return the copy of a module."""
@@ -273,7 +265,7 @@ class BackpackEngine(Engine):
     def leaf(self, name: str, module: nn.Module) -> nn.Module:
         """Return a module of the same class with the same tensors, without its hooks, and out of place."""
         if name in self.copies:
-            raise called_twice(name)
+            raise passes.called_twice(name)
         copied: nn.Module = type(module).__new__(type(module))
         nn.Module.__init__(copied)
         own = {key: value for key, value in vars(module).items() if key == "training" or key not in vars(copied)}
@@ -308,7 +300,7 @@ class BackpackEngine(Engine):
         BackPACK tells tensors apart by address, which a view, or a module that returns its input, shares with others.
         """
         if not isinstance(output, Tensor) or not args or not all(isinstance(x, Tensor) for x in args):
-            raise not_of_tensors(name, module)
+            raise passes.not_of_tensors(name, module)
         if [x._version for x in args] != vars(module).pop("_versions"):
             raise ValueError(
                 f"Module {name!r} ({type(module).__name__}) changes its input in place, which BackPACK cannot handle; "
@@ -328,7 +320,7 @@ class BackpackEngine(Engine):
         """Compute the outputs; modules store the tensors for BackPACK."""
         self.called.clear()
         outputs: Tensor = self.converted(x)
-        check_outputs(outputs, x)
+        passes.check_outputs(outputs, x)
         return outputs
 
     def see(self, x: Tensor, cotangent: Callable[[Tensor], Tensor] | None) -> Pass:
@@ -338,11 +330,11 @@ class BackpackEngine(Engine):
             with self.quiet():
                 expected = self.network(x.clone())  # it might change its input
             outputs = self.forward(x)
-            check_outputs(expected, x)
+            passes.check_outputs(expected, x)
         self._check(outputs.detach(), expected.detach())
         if cotangent is None:
             return Pass(outputs, {name: vars(self.copies[name])["input0"] for name in self.layers})
-        check_trained(expected)
+        passes.check_trained(expected)
         named = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         columns = cotangent(outputs.detach())
         own = torch.autograd.grad(expected, list(named.values()), columns, allow_unused=True, materialize_grads=True)

@@ -13,10 +13,8 @@ from lightning_sym._random import generator as seeded_generator
 from lightning_sym.curvature.krylov import top_eigenpairs
 from lightning_sym.curvature.operators import CurvatureOperator, Kind, Loss, SymmetricOperator
 from lightning_sym.curvature.spectra import TraceEstimate, trace
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.canonical.form import canonicalize
+from lightning_sym.symmetry import OrbitTangents, Symmetry, canonicalize, orbit_tangents
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.tangents import OrbitTangents, orbit_tangents
 
 MEASURES = ("top_eigenvalue", "trace", "norm")
 

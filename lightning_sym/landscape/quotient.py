@@ -14,13 +14,10 @@ from lightning_sym._linear_algebra import best_scales
 from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vector
 from lightning_sym.networks.modes import in_precision
+from lightning_sym.symmetry import Call, canonicalize, trace_symmetry, weight_matching
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.canonical.form import canonicalize
 from lightning_sym.symmetry.group.gathered import Rung
-from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.proof import double, outputs_of
-from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.calls import Call
 
 # Quartics (pairs of units) that are solved at once.
 _PAIRS = 2**18

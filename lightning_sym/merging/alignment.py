@@ -16,17 +16,15 @@ from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import mean_tensors
 from lightning_sym.merging.network_files import NetworkFiles
 from lightning_sym.merging.sketches import EXPLAINED, WORTH, sketched
+from lightning_sym.symmetry import Element, Match, activation_matching, parameter_distance, weight_matching
 from lightning_sym.symmetry.arrays import give_back_memory
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.assignment import Tables, within_cells
-from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gathered import Rung
-from lightning_sym.symmetry.matching.activations import activation_matching
 from lightning_sym.symmetry.matching.balanced import balanced, check_architecture, check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descent, descend
 from lightning_sym.symmetry.matching.recognition import Recognised, recognised
-from lightning_sym.symmetry.matching.weights import Match, parameter_distance, weight_matching
 from lightning_sym.symmetry.moving import MovedTensors
 
 How = Literal["auto", "weights", "activations", "none"]

@@ -34,11 +34,9 @@ from lightning_sym.merging.traced import linear_symmetry
 from lightning_sym.models import example_of
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry import Call, Element, trace_symmetry
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of, tolerance_of
-from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import containers_kept, state_tensors
 
 _NOT_ALIGNED = "was not aligned"

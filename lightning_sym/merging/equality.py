@@ -25,13 +25,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._distributed import wide
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry import Call, Element, Symmetry, weight_matching
 from lightning_sym.symmetry.charts import charted
-from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.matching.weights import weight_matching
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.proof import change, cropped, double, double_copy, noisy, outputs_of, runs
-from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import containers_kept, state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors
 

@@ -12,24 +12,7 @@ from torch import Tensor
 from lightning_sym._checks import check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import weighted_sum
-from lightning_sym.merging.formulas import (
-    EQUAL,
-    PARALLEL,
-    STEPS,
-    Coefficients,
-    Sparsify,
-    Tally,
-    TensorGroup,
-    at_random,
-    by_magnitude,
-    by_rank,
-    dtype_of,
-    linear,
-    mean_direction,
-    model_stock,
-    slerp,
-    with_task_vectors,
-)
+from lightning_sym.merging import formulas
 from lightning_sym.symmetry.proof import all_finite
 
 T = TypeVar("T", Tensor, Mapping[str, Tensor])
@@ -63,8 +46,8 @@ class MergeMethod:
     most: int | None = None
     per_model: Mapping[str, float] = field(default_factory=dict)
     shared: Mapping[str, float | bool | None] = field(default_factory=dict)
-    coefficients: Coefficients | None = field(default=None, repr=False)
-    sparsify: Sparsify | None = field(default=None, repr=False)
+    coefficients: formulas.Coefficients | None = field(default=None, repr=False)
+    sparsify: formulas.Sparsify | None = field(default=None, repr=False)
     elect: bool = False
 
 
@@ -81,7 +64,7 @@ def _task(
     name: str,
     summary: str,
     source: str,
-    sparsify: Sparsify | None = None,
+    sparsify: formulas.Sparsify | None = None,
     more: Sequence[str] = (),
     *,
     elect: bool = False,
@@ -96,9 +79,9 @@ def _task(
     )
 
 
-_LARGEST = (partial(by_magnitude, least=1), ["density"])
-_CRUMBS = (partial(by_magnitude, least=0), ["density", "gamma"])
-_DARE, _DELLA = (at_random, ["density"]), (by_rank, ["density", "epsilon"])
+_LARGEST = (partial(formulas.by_magnitude, least=1), ["density"])
+_CRUMBS = (partial(formulas.by_magnitude, least=0), ["density", "gamma"])
+_DARE, _DELLA = (formulas.at_random, ["density"]), (formulas.by_rank, ["density", "epsilon"])
 _TABLE = (
     MergeMethod(
         "linear",
@@ -107,7 +90,7 @@ _TABLE = (
         "unused",
         per_model=_own("weight"),
         shared={"normalize": True},
-        coefficients=linear,
+        coefficients=formulas.linear,
     ),
     MergeMethod(
         "slerp",
@@ -117,7 +100,7 @@ _TABLE = (
         2,
         2,
         shared={"t": 0.5},
-        coefficients=lambda group: slerp(group, float(group.shared["t"] or 0.0), PARALLEL),
+        coefficients=lambda group: formulas.slerp(group, float(group.shared["t"] or 0.0), formulas.PARALLEL),
     ),
     MergeMethod(
         "nuslerp",
@@ -127,7 +110,7 @@ _TABLE = (
         2,
         2,
         per_model=_own("weight"),
-        coefficients=lambda group: slerp(group, group.shares()[1], EQUAL),
+        coefficients=lambda group: formulas.slerp(group, group.shares()[1], formulas.EQUAL),
     ),
     MergeMethod(
         "karcher",
@@ -135,7 +118,7 @@ _TABLE = (
         "Karcher (1977), Riemannian center of mass and mollifier smoothing",
         "unused",
         per_model=_own("weight"),
-        coefficients=partial(mean_direction, steps=STEPS),
+        coefficients=partial(formulas.mean_direction, steps=formulas.STEPS),
     ),
     MergeMethod(
         "multislerp",
@@ -143,7 +126,7 @@ _TABLE = (
         "mergekit",
         "optional",
         per_model=_own("weight"),
-        coefficients=partial(mean_direction, steps=0),
+        coefficients=partial(formulas.mean_direction, steps=0),
     ),
     _task("task_arithmetic", "base plus weighted task vectors", "2212.04089"),
     _task(
@@ -180,7 +163,7 @@ _TABLE = (
         "2403.19522",
         "needed",
         2,
-        coefficients=model_stock,
+        coefficients=formulas.model_stock,
     ),
     MergeMethod(
         "passthrough",
@@ -232,7 +215,7 @@ def merge_tensors(
     scale: float | Sequence[float] = 1.0,
     seed: int = 0,
     name: str = "",
-    tally: Tally | None = None,
+    tally: formulas.Tally | None = None,
 ) -> T:
     r"""Merge tensors, or mappings from names to tensors, by a method of :data:`METHODS`.
 
@@ -313,23 +296,23 @@ def _merged(
     shared: Mapping[str, float | bool | None],
     seed: int,
     name: str,
-    tally: Tally | None,
+    tally: formulas.Tally | None,
 ) -> Tensor:
     """Merge the tensors of one name."""
     given = [*tensors, *([] if base is None else [base])]
     says = name or "The tensors"
     if len({tensor.shape for tensor in given}) > 1:
         raise ValueError(f"{says} must have one shape, got {', '.join(str(list(own.shape)) for own in given)}.")
-    dtype = dtype_of(given)
-    if method.coefficients is linear and tensors[0].is_complex():
+    dtype = formulas.dtype_of(given)
+    if method.coefficients is formulas.linear and tensors[0].is_complex():
         dtype = tensors[0].dtype
     elif not all(tensor.is_floating_point() for tensor in given):
         raise ValueError(f"{says} must be floating, got {', '.join(str(own.dtype) for own in given)}.")
     flat = [tensor.detach().reshape(-1) for tensor in given]
     origin = None if base is None else flat[-1]
-    group = TensorGroup(flat[: len(tensors)], origin, tensors[0].shape, each, shared, seed, name, tally)
+    group = formulas.TensorGroup(flat[: len(tensors)], origin, tensors[0].shape, each, shared, seed, name, tally)
     if method.coefficients is None:
-        return with_task_vectors(group, method.sparsify, elect=method.elect).reshape(group.shape)
+        return formulas.with_task_vectors(group, method.sparsify, elect=method.elect).reshape(group.shape)
     found = [*method.coefficients(group)]
     return weighted_sum(flat, found if base is None else [*found, 1 - math.fsum(found)], dtype).reshape(group.shape)
 

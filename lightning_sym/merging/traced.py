@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry import Call, Symmetry, trace_symmetry
 from lightning_sym.symmetry.architecture import held_by
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names, places_of, unsaved_places
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 

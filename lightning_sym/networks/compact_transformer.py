@@ -7,21 +7,9 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_known, height_width
+from lightning_sym.networks import transformer_parts as parts
 from lightning_sym.networks.activations import make_activation
 from lightning_sym.networks.base import _SequentialNetwork
-from lightning_sym.networks.transformer_parts import (
-    FeedForward,
-    LearnedPositions,
-    SelfAttention,
-    SequencePool,
-    SinusoidalPositions,
-    TransformerBlock,
-    block_sites,
-    check_transformer,
-    depth_rates,
-    init_linear,
-    make_norm,
-)
 
 Positions = Literal["learned", "sinusoidal", "none"]
 
@@ -71,9 +59,9 @@ class ConvolutionalEmbedding(nn.Sequential):
         self.transpose = Transpose()
         tokens = height * breadth
         if positions == "learned":
-            self.add_module("positions", LearnedPositions(tokens, width, std=0.2))
+            self.add_module("positions", parts.LearnedPositions(tokens, width, std=0.2))
         elif positions == "sinusoidal":
-            self.add_module("positions", SinusoidalPositions(tokens, width))
+            self.add_module("positions", parts.SinusoidalPositions(tokens, width))
 
 
 class Transpose(nn.Module):
@@ -141,7 +129,7 @@ class CompactTransformer(_SequentialNetwork):
         usual = _ENCODERS[depth]
         width, heads = usual[0] if width is None else width, usual[1] if heads is None else heads
         mlp_ratio = usual[2] if mlp_ratio is None else mlp_ratio
-        check_transformer(
+        parts.check_transformer(
             "CompactTransformer",
             width=width,
             heads=heads,
@@ -159,22 +147,22 @@ class CompactTransformer(_SequentialNetwork):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(
             *(
-                TransformerBlock(
-                    SelfAttention(
+                parts.TransformerBlock(
+                    parts.SelfAttention(
                         width, heads, heads, qkv_bias=False, dropout=attention_dropout, output_dropout=dropout
                     ),
-                    FeedForward(width, int(width * mlp_ratio), activation, dropout=dropout),
-                    (make_norm("layer", width), make_norm("layer", width)),
+                    parts.FeedForward(width, int(width * mlp_ratio), activation, dropout=dropout),
+                    (parts.make_norm("layer", width), parts.make_norm("layer", width)),
                     norm_in_stream=True,
                     stochastic_depth=rate,
                 )
-                for rate in depth_rates(stochastic_depth, depth)
+                for rate in parts.depth_rates(stochastic_depth, depth)
             )
         )
-        self.norm = make_norm("layer", width)
-        self.pool = SequencePool(width)
+        self.norm = parts.make_norm("layer", width)
+        self.pool = parts.SequencePool(width)
         self.classifier = nn.Linear(width, num_classes)
-        init_linear(self, partial(nn.init.trunc_normal_, std=0.02))
+        parts.init_linear(self, partial(nn.init.trunc_normal_, std=0.02))
 
     def sites(self) -> list[str]:
         """Return the activations and the output of the embedding, and five sites per block.
@@ -183,7 +171,7 @@ class CompactTransformer(_SequentialNetwork):
         layers, and the stream after the block. Their axes are sample, token, channel.
         """
         activations = [name for name, _ in self.embedding.named_children() if name.startswith("activation")]
-        return [*(f"embedding.{name}" for name in activations), "embedding", *block_sites(self.blocks)]
+        return [*(f"embedding.{name}" for name in activations), "embedding", *parts.block_sites(self.blocks)]
 
 
 def _read(variant: str) -> tuple[int, int, int]:

@@ -7,29 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_known, height_width
+from lightning_sym.networks import transformer_parts as parts
 from lightning_sym.networks.base import _SequentialNetwork
-from lightning_sym.networks.transformer_parts import (
-    FeedForward,
-    FirstToken,
-    LearnedPositions,
-    MeanPool,
-    Norm,
-    SelfAttention,
-    SequencePool,
-    SinusoidalPositions,
-    TransformerBlock,
-    block_sites,
-    check_transformer,
-    depth_rates,
-    init_linear,
-    make_norm,
-    rotary_angles,
-)
+from lightning_sym.networks.transformer_parts import Norm
 
 Positions = Literal["learned", "rotary", "sinusoidal", "none"]
 Pool = Literal["mean", "class", "sequence"]
 
-_POOLS: dict[str, type[nn.Module]] = {"mean": MeanPool, "class": FirstToken, "sequence": SequencePool}
+_POOLS: dict[str, type[nn.Module]] = {"mean": parts.MeanPool, "class": parts.FirstToken, "sequence": parts.SequencePool}
 
 
 class PatchEmbedding(nn.Module):
@@ -65,9 +50,9 @@ class PatchEmbedding(nn.Module):
         tokens = math.prod(grid) + class_token
         self.positions: nn.Module = nn.Identity()
         if positions == "learned":
-            self.positions = LearnedPositions(tokens, width, std=0.02)
+            self.positions = parts.LearnedPositions(tokens, width, std=0.02)
         elif positions == "sinusoidal":
-            self.positions = SinusoidalPositions(tokens, width)
+            self.positions = parts.SinusoidalPositions(tokens, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return tokens ``[N, T, width]`` for images ``[N, in_channels, height, width]``."""
@@ -149,7 +134,7 @@ class VisionTransformer(_SequentialNetwork):
     ) -> None:
         super().__init__()
         key_value_heads = heads if key_value_heads is None else key_value_heads
-        check_transformer(
+        parts.check_transformer(
             "VisionTransformer",
             width=width,
             heads=heads,
@@ -163,15 +148,15 @@ class VisionTransformer(_SequentialNetwork):
         grid = _grid(image_size, patch_size)
         _check_choices(width, heads, key_value_heads, positions, pool, layer_scale)
         class_token = pool == "class"
-        angles = rotary_angles(grid, width // heads, int(class_token)) if positions == "rotary" else None
+        angles = parts.rotary_angles(grid, width // heads, int(class_token)) if positions == "rotary" else None
         self.embedding = PatchEmbedding(
             in_channels, grid, patch_size, width, class_token=class_token, positions=positions, bias=bias
         )
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(
             *(
-                TransformerBlock(
-                    SelfAttention(
+                parts.TransformerBlock(
+                    parts.SelfAttention(
                         width,
                         heads,
                         key_value_heads,
@@ -181,18 +166,18 @@ class VisionTransformer(_SequentialNetwork):
                         output_dropout=dropout,
                         angles=angles,
                     ),
-                    FeedForward(width, int(width * mlp_ratio), activation, bias=bias, dropout=dropout),
-                    (make_norm(norm, width), make_norm(norm, width)),
+                    parts.FeedForward(width, int(width * mlp_ratio), activation, bias=bias, dropout=dropout),
+                    (parts.make_norm(norm, width), parts.make_norm(norm, width)),
                     layer_scale=layer_scale,
                     stochastic_depth=rate,
                 )
-                for rate in depth_rates(stochastic_depth, depth)
+                for rate in parts.depth_rates(stochastic_depth, depth)
             )
         )
-        self.norm = make_norm(norm, width)
+        self.norm = parts.make_norm(norm, width)
         self.pool = _POOLS[pool](*([width] if pool == "sequence" else []))
         self.classifier = nn.Linear(width, num_classes)
-        init_linear(self, nn.init.xavier_uniform_)
+        parts.init_linear(self, nn.init.xavier_uniform_)
 
     def sites(self) -> list[str]:
         """Return the output of the embedding, and five sites per block.
@@ -200,7 +185,7 @@ class VisionTransformer(_SequentialNetwork):
         The sites of a block are the outputs of the heads, of attention, of the hidden units (after the gate, if there
         is one) and of the feed-forward layers, and the stream after the block. Axes are sample, token, channel.
         """
-        return ["embedding", *block_sites(self.blocks)]
+        return ["embedding", *parts.block_sites(self.blocks)]
 
 
 def _grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:

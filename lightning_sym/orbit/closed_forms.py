@@ -5,10 +5,9 @@ from collections.abc import Collection, Mapping
 from torch import Tensor
 
 from lightning_sym.orbit.directions import kinds_of
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.canonical.form import least_element
 from lightning_sym.symmetry.charts import charted
-from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gauge import one_sided
 from lightning_sym.symmetry.group.norms import Squares
 

@@ -20,16 +20,14 @@ from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function, OrbitProblem
 from lightning_sym.orbit.steps import OrbitStep, by_adam, by_lbfgs
+from lightning_sym.symmetry import Call, Element, rotate_stream
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.canonical.form import balanced_element
 from lightning_sym.symmetry.described import listed
-from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.gauge import one_sided
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.moves.moved import ChangedFunctionError, Moved, moved, require_weights
-from lightning_sym.symmetry.moves.streams import rotate_stream
 from lightning_sym.symmetry.proof import double, double_copy, tolerance_of
-from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
 Start = Element | Literal["balanced", "hadamard"] | None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym._text import unknown
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 ALL = "all"

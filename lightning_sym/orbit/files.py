@@ -28,13 +28,11 @@ from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function
 from lightning_sym.orbit.steps import OrbitStep
+from lightning_sym.symmetry import Call, Element, trace_symmetry
 from lightning_sym.symmetry.base import Symmetry, unchecked
-from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.saved import write_element
 from lightning_sym.symmetry.moves.moved import Moved, largest_output_change, moved
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.zoo import versions
 

@@ -9,21 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
-from lightning_sym.orbit.rounding import (
-    Granularity,
-    check_rounding,
-    listed,
-    matrices_of,
-    round_inputs,
-    rounded,
-    show_inputs,
-)
+from lightning_sym.orbit import rounding
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it, as in the authors' code
 
 
 def round_by_gptq(
-    network: nn.Module, bits: int, granularity: Granularity = "tensor", *, data: Any, activations: int | None = None
+    network: nn.Module,
+    bits: int,
+    granularity: rounding.Granularity = "tensor",
+    *,
+    data: Any,
+    activations: int | None = None,
 ) -> nn.Module:
     r"""Round the matrices and kernels of a network so that the outputs of each one on data change little.
 
@@ -53,10 +50,10 @@ def round_by_gptq(
         >>> len(round_by_gptq(network, bits=3, data=torch.randn(20, 5))[0].weight.unique()) <= 7
         True
     """
-    check_rounding(bits, granularity, activations)
+    rounding.check_rounding(bits, granularity, activations)
     result = copy.deepcopy(network)
-    batches = on_device_of(result, listed(data))
-    axes, parameters, done = matrices_of(result), dict(result.named_parameters()), set[str]()
+    batches = on_device_of(result, rounding.listed(data))
+    axes, parameters, done = rounding.matrices_of(result), dict(result.named_parameters()), set[str]()
     with torch.no_grad():
         while found := input_grams(result, batches, without=done, first=True):
             ((name, grams),) = found.items()
@@ -64,7 +61,7 @@ def round_by_gptq(
             _round(parameters[name], axes[name], bits, granularity, grams)
         for name in axes.keys() - done:
             _round(parameters[name], axes[name], bits, granularity)
-    return result if activations is None else round_inputs(result, activations, batches)
+    return result if activations is None else rounding.round_inputs(result, activations, batches)
 
 
 def input_grams(
@@ -82,7 +79,7 @@ def input_grams(
         By the name of the weight, in the order of calls; float64, of shape (groups, inputs, inputs), with the axes of a
         kernel's inputs in their order. Weights that are not read as a whole, and transposed convolutions, are missing.
     """
-    axes = matrices_of(network)
+    axes = rounding.matrices_of(network)
     names = {_place(own): name for name, own in network.named_parameters() if name in axes and name not in without}
     found: dict[str, Tensor] = {}
 
@@ -105,7 +102,7 @@ def input_grams(
         found[name] = found[name] + gram if name in found else gram
         return inputs
 
-    show_inputs(network, data, see)
+    rounding.show_inputs(network, data, see)
     return found
 
 
@@ -114,7 +111,9 @@ def _place(weight: Tensor) -> tuple[int, ...]:
     return weight.data_ptr(), *weight.shape, *weight.stride()
 
 
-def _round(parameter: Tensor, axis: int, bits: int, granularity: Granularity, grams: Tensor | None = None) -> None:
+def _round(
+    parameter: Tensor, axis: int, bits: int, granularity: rounding.Granularity, grams: Tensor | None = None
+) -> None:
     """Round a matrix or kernel in place, without Gram matrices to nearest."""
     whole = parameter.movedim(axis, 0)
     rows = whole.double().flatten(1)
@@ -122,7 +121,7 @@ def _round(parameter: Tensor, axis: int, bits: int, granularity: Granularity, gr
     if granularity == "tensor":
         largest = largest.amax().expand_as(largest)
     if grams is None:
-        result = rounded(rows, bits, largest=largest)
+        result = rounding.rounded(rows, bits, largest=largest)
     else:
         parts = zip(rows.chunk(len(grams)), largest.chunk(len(grams)), grams, strict=True)
         result = torch.cat([rounded_rows(own, bits, top, gram) for own, top, gram in parts])
@@ -149,9 +148,9 @@ def rounded_rows(rows: Tensor, bits: int, largest: Tensor, gram: Tensor) -> Tens
     chosen = rows[:, order]
     for column in range(len(gram)):
         own = chosen[:, column : column + 1].clone()
-        chosen[:, column : column + 1] = rounded(own, bits, largest=largest)
+        chosen[:, column : column + 1] = rounding.rounded(own, bits, largest=largest)
         error = (own - chosen[:, column : column + 1]) / factor[column, column]
         chosen[:, column + 1 :] -= error * factor[column, column + 1 :]
-    chosen, nearest = chosen[:, order.argsort()], rounded(rows, bits, largest=largest)
+    chosen, nearest = chosen[:, order.argsort()], rounding.rounded(rows, bits, largest=largest)
     errors = [(((own - rows) @ gram) * (own - rows)).sum(1, keepdim=True) for own in (chosen, nearest)]
     return torch.where(errors[0] < errors[1], chosen, nearest)

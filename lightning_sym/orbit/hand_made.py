@@ -10,22 +10,10 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
 from lightning_sym._distributed import on_device_of
+from lightning_sym.orbit import rounding
 from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.gptq import input_grams
-from lightning_sym.orbit.rounding import (
-    Granularity,
-    check_rounding,
-    kept,
-    largest_inputs,
-    listed,
-    matrices_of,
-    mean_inputs,
-    pruned_matrices,
-    rounded,
-    squared_inputs,
-)
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.group.ranges import Ranges, Slices
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
@@ -98,8 +86,8 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
     check_numbers("in [0, 1]", alpha=alpha)
     require_weights(symmetry, network)
     exact = double_copy(network)
-    batches = on_device_of(exact, double(listed(data)))
-    largest = largest_inputs(exact, batches)
+    batches = on_device_of(exact, double(rounding.listed(data)))
+    largest = rounding.largest_inputs(exact, batches)
     ranges = _ranges(symmetry, network, cells=False)
     inputs, weights = np.zeros(len(ranges.logs)), np.zeros(len(ranges.logs))
     exponents = np.zeros(len(ranges.logs))
@@ -119,7 +107,7 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
 
 
 def awq(
-    symmetry: Symmetry, network: nn.Module, data: Any, bits: int = 4, granularity: Granularity = "tensor"
+    symmetry: Symmetry, network: nn.Module, data: Any, bits: int = 4, granularity: rounding.Granularity = "tensor"
 ) -> Element:
     r"""Scale up the weights that read large activations, by as much as lowers the error of their rounding most.
 
@@ -145,11 +133,11 @@ def awq(
         ValueError: If the network is not of the traced architecture, the data are missing, the number of bits is below
             2, or the granularity is unknown.
     """
-    check_rounding(bits, granularity, None)
+    rounding.check_rounding(bits, granularity, None)
     require_weights(symmetry, network)
     exact = double_copy(network)
-    batches = on_device_of(exact, double(listed(data)))
-    means, grams, axes = mean_inputs(exact, batches), input_grams(exact, batches), matrices_of(exact)
+    batches = on_device_of(exact, double(rounding.listed(data)))
+    means, grams, axes = rounding.mean_inputs(exact, batches), input_grams(exact, batches), rounding.matrices_of(exact)
     tensors = symmetry.tensors(exact)
     ranges = Ranges(symmetry.structure, tensors, axes, cells=True)
     readers = []
@@ -188,7 +176,7 @@ def _error(weight: Tensor, ranges: Ranges, each: Slices, bits: int, axis: int | 
     """Return the squared error of the outputs of a rounded weight under the current scales."""
     moved = weight * torch.from_numpy(ranges.factor(each.name)).to(weight)
     scale = torch.from_numpy(ranges.factor(each.name, each.slot)).to(weight)
-    rows = ((rounded(moved, bits, axis) - moved) / scale).movedim(1 - each.columns, 0).flatten(1)
+    rows = ((rounding.rounded(moved, bits, axis) - moved) / scale).movedim(1 - each.columns, 0).flatten(1)
     parts = zip(rows.chunk(len(gram)), gram, strict=True)
     return sum(float(((own @ each_gram) * own).sum().detach()) for own, each_gram in parts)
 
@@ -221,19 +209,19 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float, *, keep: Coll
     """
     check_numbers("in [0, 1)", fraction=fraction)
     result = copy.deepcopy(network)
-    batches = on_device_of(result, listed(data))
-    squares = squared_inputs(result, batches)
-    axes = pruned_matrices(result, keep)
+    batches = on_device_of(result, rounding.listed(data))
+    squares = rounding.squared_inputs(result, batches)
+    axes = rounding.pruned_matrices(result, keep)
     with torch.no_grad():
         for name, parameter in result.named_parameters():
             if name in axes:
                 scores = parameter.abs().double()
                 if name in squares:
                     scores *= squares[name].sqrt()
-                masks = torch.stack([kept(row, fraction) for row in scores.movedim(axes[name], 0)])
+                masks = torch.stack([rounding.kept(row, fraction) for row in scores.movedim(axes[name], 0)])
                 parameter.mul_(masks.movedim(0, axes[name]))
     return result
 
 
 def _ranges(symmetry: Symmetry, network: nn.Module, *, cells: bool) -> Ranges:
-    return Ranges(symmetry.structure, symmetry.tensors(network), matrices_of(network), cells=cells)
+    return Ranges(symmetry.structure, symmetry.tensors(network), rounding.matrices_of(network), cells=cells)

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_sym.orbit.view import View
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry
 
 
 class Objective(ABC):

@@ -21,9 +21,7 @@ from lightning_sym.orbit.closed_forms import least_dual_squares, least_squares
 from lightning_sym.orbit.objective import Objective, check_batches
 from lightning_sym.orbit.rounding import Granularity, RoundedInputs, check_rounding, kept, matrices_of, rounded
 from lightning_sym.orbit.view import View, call_of, targets_of
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry import Call, Element, Symmetry
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from lightning_sym.orbit.directions import KINDS, OrbitDirections
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.view import View
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.charts import Charts, charted, uncharted
-from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factor, members
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.symmetry.views import FixedTensors

@@ -19,8 +19,7 @@ from lightning_sym.orbit.descent import minimize_on_orbit, moving_directions
 from lightning_sym.orbit.directions import ALL, KINDS, kinds_of
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.objectives import gradient_norm, weight_norm
-from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.proof import double_copy
 
 Way = Literal["ascent", "descent", "balance", "random", "none"]

@@ -6,17 +6,8 @@ from typing import Any
 
 from lightning_sym.ensembles import EnsembleScores
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.report import (
-    Column,
-    Report,
-    ResultTable,
-    Row,
-    RunResults,
-    averages,
-    finite,
-    grouped,
-    spread_cell,
-)
+from lightning_sym.reports import Column, Report, ResultTable, RunResults
+from lightning_sym.reports.report import Row, averages, finite, grouped, spread_cell
 
 _LOSS = "ensemble/loss/"
 

@@ -14,31 +14,9 @@ from rich.table import Table
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_sym import figures, landscape
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._tags import tag
-from lightning_sym.figures import (
-    FoundPoint,
-    betti_curve,
-    embedding,
-    isosurface,
-    log_contour,
-    loss_surface,
-    planes_beside,
-    point_set,
-    search_curves,
-)
-from lightning_sym.landscape import (
-    FunctionScale,
-    Grid,
-    GridTooLargeError,
-    OrbitDistances,
-    SetNumbers,
-    TwoUnitClass,
-    WeightPlane,
-    betti_numbers,
-    describe_set,
-    umap_embedding,
-)
 from lightning_sym.reports.report import ResultTable, Row, RunResults, finite, picked, text_table
 
 UNITS = {
@@ -119,13 +97,13 @@ class EvaluatedGrid:
     name: str
     through: Through
     points: Sequence[PlanePoint]
-    plane: WeightPlane
-    grid: Grid
+    plane: landscape.WeightPlane
+    grid: landscape.Grid
     settings: PlaneGrid
     values: Values
     epsilon: float
-    numbers: SetNumbers
-    finer: SetNumbers | None
+    numbers: landscape.SetNumbers
+    finer: landscape.SetNumbers | None
     finest: Values
 
     @property
@@ -141,7 +119,7 @@ class EvaluatedGrid:
         coefficients = self.grid.axis[torch.stack(torch.unravel_index(chosen, self.grid.shape), dim=1)]
         return coefficients.numpy(), self.values[inside]
 
-    def markers(self, coordinates: Sequence[Sequence[float]] | None = None) -> list[FoundPoint]:
+    def markers(self, coordinates: Sequence[Sequence[float]] | None = None) -> list[figures.FoundPoint]:
         """Return the points that the plane goes through, as figures mark them.
 
         Args:
@@ -151,7 +129,7 @@ class EvaluatedGrid:
         vectors = torch.stack([point.weights for point in used]).to(self.plane.basis)
         places = self.plane.coordinates(vectors).tolist() if coordinates is None else coordinates
         return [
-            FoundPoint(rf"$\theta_{index}$: {point.name}", place, point.loss)
+            figures.FoundPoint(rf"$\theta_{index}$: {point.name}", place, point.loss)
             for index, (point, place) in enumerate(zip(used, places, strict=True))
         ]
 
@@ -160,8 +138,8 @@ def evaluated_grids(
     through: Through,
     points: Sequence[PlanePoint],
     grids: Sequence[PlaneGrid],
-    scale: FunctionScale,
-    evaluate: Callable[[WeightPlane, Grid, str], Values],
+    scale: landscape.FunctionScale,
+    evaluate: Callable[[landscape.WeightPlane, landscape.Grid, str], Values],
     *,
     epsilon: float,
     unit: float,
@@ -194,19 +172,19 @@ def evaluated_grids(
             )
             continue
         vectors = torch.stack([point.weights.double() for point in points[: dimension + 1]])
-        plane = WeightPlane.through(vectors)
+        plane = landscape.WeightPlane.through(vectors)
         coordinates = plane.coordinates(vectors)
         bound = settings.bound or float(f"{1.5 * float(coordinates.abs().max()):.2g}")
         limit = (settings.epsilon or epsilon) * unit
         try:
             measured = [
-                _measured(evaluate, plane, Grid(dimension, count, bound), part, limit, scale, coordinates)
+                _measured(evaluate, plane, landscape.Grid(dimension, count, bound), part, limit, scale, coordinates)
                 for count, part in [
                     (settings.points, name),
                     *([(2 * settings.points - 1, f"{name}-refined")] if settings.refine else []),
                 ]
             ]
-        except GridTooLargeError as error:  # the same on every rank; the search is not lost for it
+        except landscape.GridTooLargeError as error:  # the same on every rank; the search is not lost for it
             yield f"no {name} grid: {error}"
             continue
         (grid, values, numbers), (_, finest, finer) = measured[0], measured[-1]
@@ -215,21 +193,21 @@ def evaluated_grids(
 
 
 def _measured(
-    evaluate: Callable[[WeightPlane, Grid, str], Values],
-    plane: WeightPlane,
-    grid: Grid,
+    evaluate: Callable[[landscape.WeightPlane, landscape.Grid, str], Values],
+    plane: landscape.WeightPlane,
+    grid: landscape.Grid,
     name: str,
     epsilon: float,
-    scale: FunctionScale,
+    scale: landscape.FunctionScale,
     coordinates: Tensor,
-) -> tuple[Grid, Values, SetNumbers]:
+) -> tuple[landscape.Grid, Values, landscape.SetNumbers]:
     values = evaluate(plane, grid, name)
     cells = [tuple(cell) for cell in grid.index_of(coordinates).tolist()]
-    return grid, values, describe_set(values, grid.spacing, epsilon, scale, cells)
+    return grid, values, landscape.describe_set(values, grid.spacing, epsilon, scale, cells)
 
 
 def grid_figures(
-    evaluated: EvaluatedGrid, scale: FunctionScale, exact: TwoUnitClass | None, title: str
+    evaluated: EvaluatedGrid, scale: landscape.FunctionScale, exact: landscape.TwoUnitClass | None, title: str
 ) -> Iterator[tuple[str, Figure]]:
     """Draw one grid of two or three dimensions, or its embedding.
 
@@ -249,8 +227,11 @@ def grid_figures(
     marks = {}
     if dimension == 2:
         overlay = _exact_fields(evaluated, exact) if exact is not None and exact.kind != "zero" else []
-        yield f"surface-{name}", loss_surface(values, axis, markers, scale, **said)
-        yield f"contour-{name}", log_contour(values, axis, markers, scale, epsilon=epsilon, overlay=overlay, **said)
+        yield f"surface-{name}", figures.loss_surface(values, axis, markers, scale, **said)
+        yield (
+            f"contour-{name}",
+            figures.log_contour(values, axis, markers, scale, epsilon=epsilon, overlay=overlay, **said),
+        )
     if dimension == 3:
         field = None
         if exact is not None and exact.kind == "same_sign":
@@ -258,11 +239,14 @@ def grid_figures(
             quadric = exact.quadric(evaluated.plane)
             if math.isfinite(quadric.closing_epsilon) and quadric.centre_inside:
                 marks["the throat closes"] = quadric.closing_epsilon
-        yield f"set-{name}", point_set(*evaluated.inside, epsilon, evaluated.grid.bound, markers, scale, **said)
-        yield f"isosurface-{name}", isosurface(values, axis, epsilon, markers, scale, overlay_field=field, **said)
+        yield f"set-{name}", figures.point_set(*evaluated.inside, epsilon, evaluated.grid.bound, markers, scale, **said)
+        yield (
+            f"isosurface-{name}",
+            figures.isosurface(values, axis, epsilon, markers, scale, overlay_field=field, **said),
+        )
     if dimension in (2, 3):
         levels = epsilon * np.geomspace(0.1, 10, _LEVELS)
-        found = [betti_numbers(evaluated.finest < level) for level in levels]
+        found = [landscape.betti_numbers(evaluated.finest < level) for level in levels]
         thin = (evaluated.finer or evaluated.numbers).resolution
         if math.isfinite(thin.curvature):
             marks["grid too coarse below"] = thin.curvature * thin.spacing**2 / 2
@@ -271,16 +255,16 @@ def grid_figures(
             marks["barrier"] = exact.barrier
         names = ("pieces", "loops", "cavities")[:dimension]
         curves = {label: [numbers[k] for numbers in found] for k, label in enumerate(names)}
-        yield f"betti-{name}", betti_curve(levels, curves, marks, title=heading)
+        yield f"betti-{name}", figures.betti_curve(levels, curves, marks, title=heading)
     if evaluated.settings.umap and (evaluated.values < epsilon).sum() >= 4:
         coefficients, inside = evaluated.inside
         places = np.array([marker.coefficients for marker in markers])
-        flat = umap_embedding(coefficients, places, seed=0)
+        flat = landscape.umap_embedding(coefficients, places, seed=0)
         points = evaluated.markers(flat.points.tolist())
-        yield f"umap-{name}", embedding(flat.coordinates, inside[flat.chosen], epsilon, points, scale, **said)
+        yield f"umap-{name}", figures.embedding(flat.coordinates, inside[flat.chosen], epsilon, points, scale, **said)
 
 
-def _exact_fields(evaluated: EvaluatedGrid, exact: TwoUnitClass) -> list[tuple[str, Values]]:
+def _exact_fields(evaluated: EvaluatedGrid, exact: landscape.TwoUnitClass) -> list[tuple[str, Values]]:
     """Return fields on the grid; the exact class is their common zero set."""
     grid, plane = evaluated.grid, evaluated.plane
     coefficients = grid.coefficients(0, grid.size).to(plane.basis.device)
@@ -314,10 +298,10 @@ class SearchData:
     milestones: Sequence[float]
     tolerance: float
     success_fraction: float
-    scale: FunctionScale
-    held_out: FunctionScale
+    scale: landscape.FunctionScale
+    held_out: landscape.FunctionScale
     curves: tuple[Tensor, Tensor, Tensor]
-    exact: TwoUnitClass | None = None
+    exact: landscape.TwoUnitClass | None = None
 
 
 def equivalence_results(
@@ -326,8 +310,8 @@ def equivalence_results(
     points: Sequence[Row],
     stored: Mapping[str, Tensor],
     *,
-    scale: FunctionScale,
-    exact: TwoUnitClass | None,
+    scale: landscape.FunctionScale,
+    exact: landscape.TwoUnitClass | None,
     missing: Sequence[str],
     about: Mapping[str, Any],
 ) -> RunResults:
@@ -403,7 +387,7 @@ def candidate_rows(search: SearchData) -> list[dict[str, Any]]:
     return rows
 
 
-def _outcome(entry: Row, scale: FunctionScale, exact: TwoUnitClass | None) -> str:
+def _outcome(entry: Row, scale: landscape.FunctionScale, exact: landscape.TwoUnitClass | None) -> str:
     """Classify the function of a candidate; for one that was not found, by its J."""
     loss, near = entry["loss"], 0.01 * scale.constant
     if entry["found"] or entry["stopped"]:
@@ -423,8 +407,8 @@ def point_rows(
     points: Sequence[PlanePoint],
     vectors: Tensor,
     held_out: Sequence[float],
-    distances: OrbitDistances,
-    scale: FunctionScale,
+    distances: landscape.OrbitDistances,
+    scale: landscape.FunctionScale,
     grids: Sequence[EvaluatedGrid],
 ) -> list[dict[str, Any]]:
     """Return the distances of each point to the teacher's function and orbit, and its place on the planes.
@@ -448,7 +432,7 @@ def point_rows(
                 "J": finite(point.loss),
                 "held_out_J": held_out[index],
                 "R": relative,
-                "verdict": FunctionScale.word(relative),
+                "verdict": landscape.FunctionScale.word(relative),
                 "distance": float(distances.plain[index]),
                 "orbit_distance": float(distances.distances[index]),
                 "orbit_distance_is": distances.kind,
@@ -469,7 +453,7 @@ def set_rows(grids: Sequence[EvaluatedGrid]) -> list[dict[str, Any]]:
     ]
 
 
-def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str, Any]:
+def _set_row(one: EvaluatedGrid, numbers: landscape.SetNumbers, refined: bool) -> dict[str, Any]:
     exponent = numbers.exponent
     return {
         "grid": one.name,
@@ -495,11 +479,14 @@ def _set_row(one: EvaluatedGrid, numbers: SetNumbers, refined: bool) -> dict[str
 
 
 def _figures(
-    search: SearchData, grids: Sequence[EvaluatedGrid], scale: FunctionScale, exact: TwoUnitClass | None
+    search: SearchData,
+    grids: Sequence[EvaluatedGrid],
+    scale: landscape.FunctionScale,
+    exact: landscape.TwoUnitClass | None,
 ) -> Iterator[tuple[str, Figure]]:
     levels = {} if search.exact is None else search.exact.local_minima
     threshold, title = search.tolerance * search.scale.zero, f"Search: {search.title}"
-    yield "search", search_curves(*search.curves, threshold, search.scale, levels=levels, title=title)
+    yield "search", figures.search_curves(*search.curves, threshold, search.scale, levels=levels, title=title)
     for one in grids:
         if one.grid.dimension in (2, 3) or one.settings.umap:
             yield from grid_figures(one, scale, exact, search.title)
@@ -510,7 +497,7 @@ def _figures(
         names = "through points of the search", "through the teacher's orbit"
         epsilon = both[0].epsilon
         said: Any = {"epsilon": epsilon, "title": search.title, "warning": scale.warning(epsilon)}
-        yield "beside", planes_beside(values, axes, markers, scale, names=names, **said)
+        yield "beside", figures.planes_beside(values, axes, markers, scale, names=names, **said)
 
 
 def _shown(points: Sequence[Row]) -> Table:

@@ -14,19 +14,9 @@ from lightning_sym._statistics import bootstrap_over_models
 from lightning_sym._tags import tag
 from lightning_sym.connectivity import Barrier, CurveLosses
 from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.reports import ResultTable, RunResults
 from lightning_sym.reports.paths import LOOKS, path_chart
-from lightning_sym.reports.report import (
-    ResultTable,
-    Row,
-    RunResults,
-    bold,
-    finite,
-    numeric,
-    picked,
-    spread_cell,
-    text_table,
-    unique,
-)
+from lightning_sym.reports.report import Row, bold, finite, numeric, picked, spread_cell, text_table, unique
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
 from lightning_sym.symmetry import Symmetry
 

@@ -7,17 +7,8 @@ import numpy as np
 from rich.table import Table
 
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports.report import (
-    ResultTable,
-    Row,
-    RunResults,
-    finite,
-    in_points,
-    spread_cell,
-    stopped_notes,
-    text_table,
-    unique,
-)
+from lightning_sym.reports import ResultTable, RunResults
+from lightning_sym.reports.report import Row, finite, in_points, spread_cell, stopped_notes, text_table, unique
 
 _SAMPLES = 2000
 UNITS = {

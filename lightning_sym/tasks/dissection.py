@@ -7,19 +7,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_sym import dissection
 from lightning_sym._checks import check_different, check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._distributed import wide
 from lightning_sym._random import generator
 from lightning_sym.datamodules import BrodenDataModule, ConceptsDataModule
-from lightning_sym.dissection import (
-    Geodesic,
-    StrongestImages,
-    dissect,
-    random_permutation_matrix,
-    random_rotation,
-    strongest_images,
-    three_places,
-)
 from lightning_sym.dissection.networks import shape_of_maps
 from lightning_sym.networks.base import site_name
 from lightning_sym.reports.dissection import BestUnit, Dissected
@@ -177,7 +169,7 @@ class DissectionTask(UntrainedTask):
             channels = shape_of_maps(network, site, example)[1]
             bases = self._bases(number, kind, channels, symmetries.get(name), site)
             loader = data.concept_dataloader()
-            found = dissect(
+            found = dissection.dissect(
                 network.to(device),
                 site,
                 torch.stack([matrix for _, _, matrix in bases]),
@@ -224,12 +216,12 @@ class DissectionTask(UntrainedTask):
                 if (one.zoo, one.member, one.network, one.basis) == (name, number, "trained", "rotation")
             }
             path = self._path(number, rotated[0.0].overlaps.shape[0])
-            for alpha in three_places(self.alphas):
+            for alpha in dissection.three_places(self.alphas):
                 detected = rotated[alpha].detectors(self.least)
                 order = detected.overlap.sort(descending=True, stable=True).indices[:units].tolist()
                 basis = path.at(alpha)
                 chosen += [(alpha, unit, detected, basis[unit], rotated[alpha].thresholds[unit]) for unit in order]
-            strongest = strongest_images(
+            strongest = dissection.strongest_images(
                 zoo.load(number).to(device),
                 self.sites[name],
                 torch.stack([direction for *_, direction, _ in chosen]),
@@ -242,9 +234,11 @@ class DissectionTask(UntrainedTask):
                 found.append(BestUnit(name, number, alpha, unit, concept, overlap, _shown(own, data)))
         return found
 
-    def _path(self, number: int, channels: int) -> Geodesic:
+    def _path(self, number: int, channels: int) -> dissection.Geodesic:
         """Return the path from the own basis of a member to its rotation."""
-        return Geodesic(random_rotation(channels, generator("dissection", "rotation", self.basis_seed, number)))
+        return dissection.Geodesic(
+            dissection.random_rotation(channels, generator("dissection", "rotation", self.basis_seed, number))
+        )
 
     def _bases(
         self, number: int, kind: str, channels: int, symmetry: Symmetry | None, site: str
@@ -257,13 +251,13 @@ class DissectionTask(UntrainedTask):
         rotation = self._path(number, channels)
         bases = [("rotation", alpha, rotation.at(alpha)) for alpha in self.alphas]
         if symmetry is not None and kind == "trained":
-            permutation = Geodesic(random_permutation_matrix(channels, source("permutation")))
+            permutation = dissection.Geodesic(dissection.random_permutation_matrix(channels, source("permutation")))
             bases += [("permutation", alpha, permutation.at(alpha)) for alpha in (_HALFWAY, 1.0)]
             bases.append(("group", 1.0, group_matrix(symmetry, site, source("group"))))
         return bases
 
 
-def _shown(strongest: StrongestImages, data: ConceptData) -> StrongestImages:
+def _shown(strongest: dissection.StrongestImages, data: ConceptData) -> dissection.StrongestImages:
     """Return the images with values in [0, 1], as they were before normalisation."""
     images = strongest.images.float()
     if data.mean is not None and data.std is not None:

@@ -14,16 +14,9 @@ from torch.func import functional_call
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
+from lightning_sym import landscape
 from lightning_sym._checks import check_integers, check_numbers, check_seeds, check_words
 from lightning_sym._random import derive_seed, generator
-from lightning_sym.landscape import (
-    FunctionScale,
-    LossSurface,
-    independent,
-    is_relu_line,
-    weight_tensors,
-    weight_vector,
-)
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import Population
 from lightning_sym.symmetry import trace_symmetry
@@ -180,7 +173,7 @@ class EquivalenceTask(PopulationTask):
         if isinstance(network, WrappedNetwork):
             self.hparams.pop("_instantiator", None)  # Lightning's would make the module without its wrapper
 
-        self.scales: dict[str, FunctionScale] = {}
+        self.scales: dict[str, landscape.FunctionScale] = {}
         self.found: dict[int, dict[str, Any]] = {}
         self.outcomes: dict[int, dict[str, Any]] = {}
         self.latest: dict[int, dict[str, Any]] = {}  # state of the candidates of this round
@@ -217,7 +210,7 @@ class EquivalenceTask(PopulationTask):
         if self.execution == "auto":
             convolutions = any(isinstance(module, _ConvNd) for module in self.teacher.modules())
             self.execution = "loop" if convolutions else "vmap"
-        size = weight_vector(self.teacher).numel()
+        size = landscape.weight_vector(self.teacher).numel()
         if self.points > size + 1:
             raise ValueError(
                 f"{self.points} independent points do not fit into the {size} weights of {type(self.teacher).__name__};"
@@ -238,7 +231,7 @@ class EquivalenceTask(PopulationTask):
 
     def make_population(self, numbers: list[int]) -> Population:
         """Make this rank's candidates; those of one input without biases have a closed form."""
-        if self.execution == "vmap" and is_relu_line(self.teacher):
+        if self.execution == "vmap" and landscape.is_relu_line(self.teacher):
             return ReluLinePopulation(self.make_member, numbers)
         return super().make_population(numbers)
 
@@ -306,7 +299,7 @@ class EquivalenceTask(PopulationTask):
                     "The search needs held-out inputs, and there are none; set val_fraction (val_samples) above 0."
                 )
             outputs = torch.cat(parts)
-            self.scales[name] = FunctionScale.of(outputs)
+            self.scales[name] = landscape.FunctionScale.of(outputs)
             if self.scales[name].constant == 0:
                 raise ValueError(
                     f"The teacher is constant on the {len(outputs)} {name.replace('_', '-')} inputs, so that J says "
@@ -479,7 +472,7 @@ class EquivalenceTask(PopulationTask):
         if len(numbers) < 2:
             return numbers
         weights = torch.stack([self.found[number]["weights"].double() for number in numbers])
-        accepted = independent(weights[1:] - weights[0])
+        accepted = landscape.independent(weights[1:] - weights[0])
         return [numbers[0], *(numbers[1 + index] for index in accepted)]
 
     shown = "j/median"
@@ -562,7 +555,7 @@ class EquivalenceTask(PopulationTask):
 
     def title(self) -> str:
         """Return a few words for titles: ``"LeNet5, seed 0"``."""
-        line = is_relu_line(self.teacher)
+        line = landscape.is_relu_line(self.teacher)
         units = self.teacher.get_submodule("linear1").out_features if line else 0
         name = f"{units} ReLU units" if line else type(self.teacher).__name__
         return f"{name}, {self.describe_teacher()}"
@@ -575,7 +568,7 @@ class EquivalenceTask(PopulationTask):
         """Yield the inputs that the threshold is on, in batches, in the precision of the fit."""
         return self._inputs(self._sample())
 
-    def held_out_surface(self, dtype: torch.dtype) -> LossSurface:
+    def held_out_surface(self, dtype: torch.dtype) -> landscape.LossSurface:
         """Return J on all held-out inputs, as a function of weights.
 
         Args:
@@ -586,7 +579,7 @@ class EquivalenceTask(PopulationTask):
         teacher = self.copy_of_teacher().to(inputs)
         with torch.no_grad():
             targets = torch.cat([teacher(part) for part in torch.split(inputs, 1024)])
-        return LossSurface(teacher, inputs, targets, dtype=dtype)
+        return landscape.LossSurface(teacher, inputs, targets, dtype=dtype)
 
     def orbit_points(self, count: int) -> list[FoundWeights]:
         """Return random elements of the teacher's symmetry group, acting on it: exact members of its class.
@@ -598,7 +591,7 @@ class EquivalenceTask(PopulationTask):
             ValueError: If the network has none but the identity, or they change its buffers, which are no weights.
         """
         shape = next(iter(self.trainer.datamodule.val_dataloader()))[0].shape[1:]  # type: ignore[attr-defined]
-        weight = weight_vector(self.teacher)
+        weight = landscape.weight_vector(self.teacher)
         example = torch.randn(2, *shape, generator=generator("orbit example"), dtype=torch.float32).to(weight)
         symmetry = trace_symmetry(self.teacher, example)
         found: list[FoundWeights] = []
@@ -613,7 +606,7 @@ class EquivalenceTask(PopulationTask):
                     "The symmetry of this network moves running statistics of batch norms, which are no weights here, "
                     "so that the orbit is not in the searched space; leave the orbit out."
                 )
-            vector = weight_vector(moved).cpu()
+            vector = landscape.weight_vector(moved).cpu()
             if not torch.equal(vector, weight.cpu()):
                 found.append(FoundWeights(f"orbit {len(found) + 1}", vector, math.nan, math.nan, None))
         if count and not found:
@@ -634,14 +627,14 @@ class EquivalenceTask(PopulationTask):
         inputs, targets = self.evaluation_batch(batch)
         self._test_outputs.append(targets.flatten(1).cpu())
         for row, found in enumerate(self.found.values()):
-            weights = weight_tensors(self.teacher, found["weights"].to(targets))
+            weights = landscape.weight_tensors(self.teacher, found["weights"].to(targets))
             outputs = functional_call(self.teacher, weights, (inputs,))
             self._test_sums[row] += float((outputs - targets).double().square().sum())
 
     def on_test_epoch_end(self) -> None:
         """Log J / V of found candidates: lowest, mean and highest, and ``details/test/r/candidate-0003``."""
         outputs = torch.cat(self._test_outputs)
-        scale = FunctionScale.of(outputs)
+        scale = landscape.FunctionScale.of(outputs)
         values = [scale.relative(float(total) / len(outputs)) for total in self._test_sums]
         self.log_details(
             {f"test/r/candidate-{number:04d}": value for number, value in zip(self.found, values, strict=True)}

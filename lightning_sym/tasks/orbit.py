@@ -7,28 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym import orbit
 from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._distributed import gathered, rank, ranks, wide_device
 from lightning_sym._random import generator
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.orbit import (
-    Objective,
-    OrbitDirections,
-    OrbitMinimum,
-    awq,
-    cross_layer_equalization,
-    minimize_on_orbit,
-    objective_named,
-    prune_by_magnitude,
-    prune_by_wanda,
-    round_by_gptq,
-    round_to_nearest,
-    smooth_quant,
-)
 from lightning_sym.reports.orbit import OrbitPoint
-from lightning_sym.symmetry import Symmetry, trace_symmetry
-from lightning_sym.symmetry.group.element import Element
+from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
 from lightning_sym.tasks._members import check_data, example_input
 from lightning_sym.tasks._untrained import UntrainedTask
 from lightning_sym.zoo import ModelZoo
@@ -36,7 +22,7 @@ from lightning_sym.zoo import ModelZoo
 Option = bool | int | float | str
 # Networks that are not found by descent; Wanda differs by what is pruned only.
 GIVEN = ("trained", "random", "balanced", "hadamard", "equalized", "smooth_quant", "awq", "wanda")
-ROUNDINGS = {"nearest": round_to_nearest, "gptq": round_by_gptq}
+ROUNDINGS = {"nearest": orbit.round_to_nearest, "gptq": orbit.round_by_gptq}
 FACTORS = ("scales", "cells", "gained", "rotations", "phases", "shifts", "tilts")
 PROXIES = ("range", "l1")
 DESCENTS = ("orbit", "random_orbit", *PROXIES, *FACTORS)
@@ -174,7 +160,7 @@ class OrbitTask(UntrainedTask):
         self.symmetry = trace_symmetry(network, example_input(self.model_zoo, number, network, data))
         for arm in self.arms:
             if arm in FACTORS:
-                OrbitDirections(self.symmetry, arm)
+                orbit.OrbitDirections(self.symmetry, arm)
 
     @property
     def numbers(self) -> list[int]:
@@ -186,10 +172,10 @@ class OrbitTask(UntrainedTask):
         """Whether networks are rounded or pruned."""
         return self.objective in ("quantization_error", "sparsity")
 
-    def _objective(self, arm: str, setting: Mapping[str, Option]) -> Objective:
+    def _objective(self, arm: str, setting: Mapping[str, Option]) -> orbit.Objective:
         """Return the objective of an arm."""
         kind = {"kind": arm} if arm in PROXIES else {}
-        return objective_named(self.objective, **{**self.options, **setting, **kind})
+        return orbit.objective_named(self.objective, **{**self.options, **setting, **kind})
 
     # ---- measurements
 
@@ -274,25 +260,25 @@ class OrbitTask(UntrainedTask):
         """Return the element of AWQ."""
         given: dict[str, Any] = {**self.options, **setting}
         own = {name: given[name] for name in ("bits", "granularity") if name in given}
-        return awq(self.symmetry, network, calibration, **own)
+        return orbit.awq(self.symmetry, network, calibration, **own)
 
     def _start(self, arm: str, network: nn.Module, number: int, calibration: tuple[Tensor, Tensor]) -> Any:
         """Return the point where an arm begins, as :func:`lightning_sym.orbit.minimize_on_orbit` takes it."""
         if arm in ("random", "random_orbit"):
             return self.symmetry.sample(generator("orbit", self.orbit_seed, number))
         if arm == "equalized":
-            return cross_layer_equalization(self.symmetry, network)
+            return orbit.cross_layer_equalization(self.symmetry, network)
         if arm == "smooth_quant":
-            return smooth_quant(self.symmetry, network, calibration)
+            return orbit.smooth_quant(self.symmetry, network, calibration)
         if arm in ("trained", "wanda"):
             return self.symmetry.identity()  # None would let closed forms move it
         return arm if arm in ("balanced", "hadamard") else None
 
     def _found(
         self, arm: str, network: nn.Module, setting: Mapping[str, Option], data: tuple[Tensor, Tensor], start: Any
-    ) -> OrbitMinimum:
+    ) -> orbit.OrbitMinimum:
         """Return the point of an arm; one that is given is where no step is made."""
-        return minimize_on_orbit(
+        return orbit.minimize_on_orbit(
             self.symmetry,
             network,
             self._objective(arm, setting),
@@ -314,8 +300,8 @@ class OrbitTask(UntrainedTask):
             given = {"bits": 4, **given, **({"data": calibration} if needed else {})}
             return ROUNDINGS[rounding](network, **given)
         if arm == "wanda":
-            return prune_by_wanda(network, calibration, **given)
-        return prune_by_magnitude(network, **given)
+            return orbit.prune_by_wanda(network, calibration, **given)
+        return orbit.prune_by_magnitude(network, **given)
 
 
 def _inputs(data: Any, split: Any, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -10,19 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym import stitching
 from lightning_sym._checks import check_different, check_integers, check_seeds
 from lightning_sym._linear_algebra import random_orthogonal
 from lightning_sym._random import generator
 from lightning_sym.networks.base import site_name
-from lightning_sym.stitching import (
-    CutNetwork,
-    FixedMap,
-    IdentityMap,
-    PlantedStitches,
-    Port,
-    StitchedNetwork,
-    StitchingMap,
-)
 from lightning_sym.symmetry import Element
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import example_input
@@ -177,8 +169,8 @@ class RotationTask(BranchTask):
         return generator("rotation", self.seed, rotation.member, rotation.site, drawn, rotation.repeat)
 
     def rotate(
-        self, rotation: Rotation, source: CutNetwork, example: Tensor
-    ) -> tuple[Callable[[Port], StitchingMap], CutNetwork]:
+        self, rotation: Rotation, source: stitching.CutNetwork, example: Tensor
+    ) -> tuple[Callable[[stitching.Port], stitching.StitchingMap], stitching.CutNetwork]:
         """Return the factory of the map before the activation, and the network of the top layers.
 
         A subclass may add kinds here, or redefine existing ones.
@@ -193,14 +185,14 @@ class RotationTask(BranchTask):
         """
         random = self.generator(rotation)
         if rotation.kind == "none":
-            return IdentityMap, source
+            return stitching.IdentityMap, source
         if rotation.kind == "orthogonal":
             matrix, behind = random_orthogonal(source.crossings(rotation.site)[0].channels, random), source
             matrix = matrix.to(example.dtype)
         else:
             matrix, undone = rotate_by_group(source, rotation.site, example, random, scale=self.scale)
             behind = undone if rotation.kind == "undo" else source
-        return (lambda port: FixedMap(port, matrix)), behind
+        return (lambda port: stitching.FixedMap(port, matrix)), behind
 
     def build(self) -> None:
         """Open the zoo, cut its members and make all networks."""
@@ -212,7 +204,7 @@ class RotationTask(BranchTask):
         sites = self._sites(first.sites())
         for key, network in self.members.items():
             like = next(iter(self.lowers.values()), None)
-            self.lowers[key] = CutNetwork(network, sites, example=example, before=True, like=like)
+            self.lowers[key] = stitching.CutNetwork(network, sites, example=example, before=True, like=like)
         self.rotations = [
             Rotation(number, site, kind, repeat)
             for number in numbers
@@ -234,7 +226,7 @@ class RotationTask(BranchTask):
             raise ValueError(f"The network has no site {unknown[0]!r}; it has {', '.join(known)}.")
         return sites
 
-    def _branch(self, rotation: Rotation, example: Tensor) -> StitchedNetwork:
+    def _branch(self, rotation: Rotation, example: Tensor) -> stitching.StitchedNetwork:
         source = self.lowers[str(rotation.member)]
         first = source.crossings(rotation.site)[0]
         if not first.mapped:
@@ -244,7 +236,7 @@ class RotationTask(BranchTask):
             )
         family, behind = self.rotate(rotation, source, example)
         oracle = rotation.kind == "undo"
-        return StitchedNetwork(
+        return stitching.StitchedNetwork(
             source,
             behind,
             rotation.site,
@@ -262,7 +254,7 @@ class RotationTask(BranchTask):
 
 
 def element_at(
-    source: CutNetwork, site: str, generator: torch.Generator | None = None, *, scale: float = 1.0
+    source: stitching.CutNetwork, site: str, generator: torch.Generator | None = None, *, scale: float = 1.0
 ) -> Element:
     r"""Draw an element of a network's symmetry that changes the units at one site, and no others.
 
@@ -302,13 +294,13 @@ def element_at(
 
 
 def rotate_by_group(
-    source: CutNetwork,
+    source: stitching.CutNetwork,
     site: str,
     example: Tensor,
     generator: torch.Generator | None = None,
     *,
     scale: float = 1.0,
-) -> tuple[Tensor, CutNetwork]:
+) -> tuple[Tensor, stitching.CutNetwork]:
     """Draw an element of the group before an activation; return its matrix, and the network that inverts it.
 
     The layers of that network above the cut map the changed values to the outputs of the source. All other values at
@@ -330,7 +322,7 @@ def rotate_by_group(
     References:
         Godfrey et al. (2022), arXiv:2205.14258, section 3.3 for the matrix; the exact undoing is ours.
     """
-    planted = PlantedStitches(source, element_at(source, site, generator, scale=scale))
+    planted = stitching.PlantedStitches(source, element_at(source, site, generator, scale=scale))
     matrix, *others = planted.matrices(site)
     assert matrix is not None
     for crossing, other in zip(source.crossings(site)[1:], others, strict=True):
@@ -339,11 +331,11 @@ def rotate_by_group(
                 f"No element of the symmetry group changes the values before {site!r} alone: {crossing.name}, "
                 f"which crosses the same cut, has the same units; {_ADVICE}."
             )
-    undone = CutNetwork(planted.network, [site], example=example, before=True, like=source)
-    port = Port(len(matrix), len(matrix), axis=source.crossings(site)[0].axis)
+    undone = stitching.CutNetwork(planted.network, [site], example=example, before=True, like=source)
+    port = stitching.Port(len(matrix), len(matrix), axis=source.crossings(site)[0].axis)
     with torch.no_grad():
         value, *rest = source.values(example)[site]
-        found = undone.upper(site)((FixedMap(port, matrix)(value), *rest))
+        found = undone.upper(site)((stitching.FixedMap(port, matrix)(value), *rest))
         expected = source.network(example)
         largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
         error = float((found - expected).abs().max() / largest)

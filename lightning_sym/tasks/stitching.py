@@ -13,27 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sym import stitching
 from lightning_sym._checks import check_seeds, check_words
 from lightning_sym._distributed import together
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.networks import Network
 from lightning_sym.networks.base import site_name
-from lightning_sym.stitching import (
-    BatchNormMode,
-    CutNetwork,
-    FeatureMoments,
-    Port,
-    Ports,
-    StitchedNetwork,
-    StitchingMap,
-    stitching_map,
-)
 from lightning_sym.tasks._branches import BranchTask
 from lightning_sym.tasks._members import Pair, check_pairs, example_input, pair_name, require_members, require_two
 from lightning_sym.zoo import ModelZoo
 
 _IMAGES_AT_ONCE = 125  # when maps are fitted to features
-Family = str | Callable[[Port], StitchingMap]
+Family = str | Callable[[stitching.Port], stitching.StitchingMap]
 SitePair = tuple[str, str]
 
 DEFAULT_MAPS = ("full", "rank(1)", "rank(2)", "rank(4)", "group", "identity")
@@ -135,7 +126,7 @@ class StitchingTask(BranchTask):
         zoo: str,
         pairs: Literal["all"] | int | list[list[int]] = "all",
         sites: Literal["all", "any"] | list[str] | list[list[str]] = "all",
-        maps: Sequence[str | Callable[[Port], StitchingMap]] | None = None,
+        maps: Sequence[str | Callable[[stitching.Port], stitching.StitchingMap]] | None = None,
         target_zoo: str | None = None,
         ports: Literal["all", "branch"] = "all",
         batch_norm: Literal["batch", "frozen"] = "batch",
@@ -169,8 +160,8 @@ class StitchingTask(BranchTask):
         self.target_zoo = str(target_zoo) if target_zoo is not None else None
         self.sites = sites
         self.families: dict[str, Family] = _families(DEFAULT_MAPS if maps is None else maps)
-        self.ports: Ports = ports
-        self.batch_norm: BatchNormMode = batch_norm
+        self.ports: stitching.Ports = ports
+        self.batch_norm: stitching.BatchNormMode = batch_norm
         self.init = init
         self.head_start = head_start
         self.resize = resize
@@ -178,14 +169,14 @@ class StitchingTask(BranchTask):
         self.stitches: list[Stitch] = []
         self.left_out: dict[str, str] = {}
         self._zoos: dict[str, tuple[ModelZoo, int]] = {}
-        self._targets: dict[str, CutNetwork] = {}
+        self._targets: dict[str, stitching.CutNetwork] = {}
         self._target_of: list[str] = []
         self._fitted = False
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "maps"])
         self.save_hyperparameters({"maps": list(self.families), "_class_path": self.describe()["_class_path"]})
 
     @property
-    def cuts(self) -> list[CutNetwork]:
+    def cuts(self) -> list[stitching.CutNetwork]:
         """All cut networks, the upper ones too."""
         return [*super().cuts, *self._targets.values()]
 
@@ -223,7 +214,7 @@ class StitchingTask(BranchTask):
                 key = self._key(zoo, number)
                 like = next((cut for cut in cuts.values()), None)
                 if key not in cuts:
-                    cuts[key] = CutNetwork(networks[key], sites, example=example, like=like)
+                    cuts[key] = stitching.CutNetwork(networks[key], sites, example=example, like=like)
         self.members = networks
         self._build_stitches(lower, upper, places)
 
@@ -279,7 +270,7 @@ class StitchingTask(BranchTask):
         return pairs
 
     def _build_stitches(self, lower: ModelZoo, upper: ModelZoo, places: Sequence[SitePair]) -> None:
-        made: list[StitchedNetwork] = []
+        made: list[stitching.StitchedNetwork] = []
         for pair in self.pairs:
             below, above = self._key(lower, pair[0]), self._key(upper, pair[1])
             for site, target_site in places:
@@ -287,7 +278,7 @@ class StitchingTask(BranchTask):
                     stitch = Stitch(pair, site, target_site, name)
                     try:
                         with seeded(derive_seed("stitch", self.seed, *pair, site, target_site, name)):
-                            branch = StitchedNetwork(
+                            branch = stitching.StitchedNetwork(
                                 self.lowers[below],
                                 self._targets[above],
                                 site,
@@ -336,11 +327,11 @@ class StitchingTask(BranchTask):
                 f"datamodule of lightning_sym.datamodules, got {type(self.data).__name__}."
             )
         # One set of moments for all families of a pair and place.
-        moments: dict[tuple[str, str, str, str], list[FeatureMoments]] = {}
+        moments: dict[tuple[str, str, str, str], list[stitching.FeatureMoments]] = {}
         places = {self._place_of(index): self.branches[index] for index in wanted}
         for place, branch in places.items():
             moments[place] = [
-                FeatureMoments(module.port.in_channels, module.port.out_channels, self.device)
+                stitching.FeatureMoments(module.port.in_channels, module.port.out_channels, self.device)
                 for module in branch.stitching_maps
             ]
         above = {place[1]: self._targets[place[1]] for place in places}
@@ -411,7 +402,7 @@ def _families(maps: Sequence[Family]) -> dict[str, Family]:
     found: dict[str, Family] = {}
     for family in maps:
         if isinstance(family, str):
-            stitching_map(family)  # refuses unknown names now
+            stitching.stitching_map(family)  # refuses unknown names now
             name = family
         else:
             name = _family_name(family)
@@ -421,7 +412,7 @@ def _families(maps: Sequence[Family]) -> dict[str, Family]:
     return found
 
 
-def _family_name(family: Callable[[Port], StitchingMap]) -> str:
+def _family_name(family: Callable[[stitching.Port], stitching.StitchingMap]) -> str:
     """Return the name of a class or function, with the options of a ``functools.partial`` that are no defaults."""
     if not isinstance(family, functools.partial):
         return getattr(family, "__name__", None) or type(family).__name__

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_known
 from lightning_sym.stitching.maps.moments import FeatureMoments
-from lightning_sym.symmetry.group.channels import ChannelGroup
-from lightning_sym.symmetry.intertwiners import IntertwinerGroup
+from lightning_sym.symmetry import ChannelGroup, IntertwinerGroup
 
 Mode = Literal["soft", "hard"]
 PERMUTATIONS = IntertwinerGroup("permutations", positive_scales=False, signs=False)

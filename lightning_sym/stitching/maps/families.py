@@ -9,33 +9,25 @@ from typing import Any, get_args
 
 from lightning_sym._checks import check_known
 from lightning_sym._text import unknown
+from lightning_sym.stitching.maps import linear_maps
 from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.birkhoff import Projection
 from lightning_sym.stitching.maps.block_maps import group_map
 from lightning_sym.stitching.maps.group_maps import AssignmentMap, GroupMap, SoftSortMap
-from lightning_sym.stitching.maps.linear_maps import (
-    FullMap,
-    IdentityMap,
-    LassoMap,
-    LeastSquaresMap,
-    LowRankMap,
-    OrthogonalMap,
-    ProcrustesMap,
-)
 
 #: The families by their name, without brackets.
 STITCHING_MAPS: Mapping[str, type[StitchingMap]] = MappingProxyType(
     {
-        "full": FullMap,
-        "rank": LowRankMap,
-        "lasso": LassoMap,
+        "full": linear_maps.FullMap,
+        "rank": linear_maps.LowRankMap,
+        "lasso": linear_maps.LassoMap,
         "group": GroupMap,
         "softsort": SoftSortMap,
-        "orthogonal": OrthogonalMap,
-        "identity": IdentityMap,
-        "least_squares": LeastSquaresMap,
+        "orthogonal": linear_maps.OrthogonalMap,
+        "identity": linear_maps.IdentityMap,
+        "least_squares": linear_maps.LeastSquaresMap,
         "assignment": AssignmentMap,
-        "procrustes": ProcrustesMap,
+        "procrustes": linear_maps.ProcrustesMap,
     }
 )
 _ACCEPTED = (
