@@ -15,7 +15,10 @@ from torch.nn.utils import parametrizations, prune
 
 from lightning_sym.symmetry import trace_symmetry
 
-pytestmark = pytest.mark.filterwarnings("ignore:parameters that evaluation never uses:UserWarning")
+pytestmark = [
+    pytest.mark.measured,
+    pytest.mark.filterwarnings("ignore:parameters that evaluation never uses:UserWarning"),
+]
 
 MASK = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0]).bool()
 TABLE = torch.arange(64).reshape(8, 8) % 3 > 0

@@ -44,6 +44,40 @@ SHORT: dict[str, Collection[str]] = {
 }
 
 
+# Spellings traced each time, of each function: its first ones (eight of those in `FUNCTIONS`, otherwise two), and the
+# following ones, which reach lines of the package that no other reaches. The others are long.
+FIRST_OF_FUNCTIONS, FIRST = 8, 2
+REACHING: dict[str, Collection[str]] = {
+    "LSTM by hand": {"two products"}, "attention, causal": {"exp of a triangle", "fused, mask"},
+    "attention, grouped queries": {"einsum, positions first", "gather", "stack"},
+    "attention, one matrix": {"zeros behind"}, "attention, padded": {"softmax, filled"},
+    "attention, slopes in a window": {"least number"}, "bag of embeddings": {"mean of indicators", "sum"},
+    "batch norm": {"instance_norm"}, "bias of queries": {"sum"}, "bilinear": {"matmul", "outer"},
+    "convolution and batch norm": {"channels last", "depthwise"}, "convolution": {"chunks", "mirrored"},
+    "decaying sums": {"Fourier"}, "depthwise convolution and batch norm": {"convolution", "native"},
+    "embedding and positions": {"gather", "stack"}, "factorisation machine": {"pairs", "products"},
+    "gains of 1 + w": {"minus", "ones"}, "gated": {"joined"}, "group norm": {"image"},
+    "grouped queries in arrays": {"fused_groups, by_matmul"}, "heads in arrays": {"heads as samples"},
+    "largest step": {"aminmax", "max_pool1d"}, "layer norm": {"matrix"},
+    "layers, then heads in an array": {"chunk by chunk"}, "linear attention, shares": {"einsum", "sum of keys"},
+    "linear": {"bias as a column", "rows"}, "logsumexp of steps": {"log of mean"}, "maxout": {"max_pool1d",
+    "minus the least", "where"}, "mean of neighbours": {"index_put", "one hot", "scatter_reduce"},
+    "neighbours": {"index_put", "scatter_add"}, "norm of channels into a convolution": {"rms of centred"},
+    "pixel unshuffle": {"slices", "unfold"}, "pooling": {"mean of chunks", "products"}, "prototypes": {"cdist",
+    "expanded"}, "queries, keys, values in an array": {"by_rows", "head_in_part"}, "recurrent layer": {"cell"},
+    "relative keys": {"batches of positions"}, "residual": {"folded gain", "negative bias"},
+    "reversible layers": {"chunks_in_place"}, "rotary, halves": {"written"}, "rotary, pairs": {"written"},
+    "shares of kernels": {"loop"}, "tanh, by hand": {"one exponential"}, "weight norm": {"_weight_norm"},
+    "weighted mean": {"steps"},
+}  # fmt: skip
+
+
+def often(name: str, spelling: str) -> bool:
+    """Return whether a spelling is traced each time."""
+    first = [*ALL[name].spellings][: FIRST_OF_FUNCTIONS if name in FUNCTIONS else FIRST]
+    return spelling in {*first, reference(name), *REACHING.get(name, ())}
+
+
 def short(name: str, spelling: str) -> bool:
     listed = SHORT.get(name, ())
     return listed == EVERY or spelling in listed
@@ -172,7 +206,8 @@ def test_parts_of_a_matrix_have_no_more_than_the_function(name: str, shifts: boo
         assert symmetry.dimension == of_parts("rows", shifts).dimension == (16 if shifts else 8)
 
 
-def test_what_is_listed_as_short_is_a_spelling() -> None:
+def test_what_is_listed_is_a_spelling() -> None:
+    assert all({*spellings} <= {*ALL[name].spellings} for name, spellings in REACHING.items())
     assert all(name in ALL for name in SHORT)
     for name, spellings in SHORT.items():
         assert spellings == EVERY or {*spellings} < {*ALL[name].spellings}
@@ -198,12 +233,13 @@ def test_all_spellings_are_one_function(name: str) -> None:
         assert float((found - expected).abs().max()) < EXACT * float(expected.abs().max()), spelling
 
 
-FALLS_SHORT = pytest.mark.xfail(strict=True, raises=AssertionError)
+def marks(name: str, spelling: str) -> list[pytest.MarkDecorator]:
+    falls_short = [pytest.mark.xfail(strict=True, raises=AssertionError)] * short(name, spelling)
+    return falls_short + [pytest.mark.long] * (not often(name, spelling))
 
 
 @pytest.mark.parametrize(
-    ("name", "spelling"),
-    [pytest.param(*case, marks=[FALLS_SHORT] * short(*case), id=": ".join(case)) for case in LISTED],
+    ("name", "spelling"), [pytest.param(*case, marks=marks(*case), id=": ".join(case)) for case in LISTED]
 )
 def test_dimension_is_the_nullity_in_every_spelling(name: str, spelling: str) -> None:
     symmetry = traced(name, spelling)
