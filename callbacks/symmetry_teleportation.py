@@ -147,7 +147,8 @@ class SymmetryTeleportation(Callback):
             example = known_example(trainer, pl_module)
             example = first_input(pl_module, batch) if example is None else example
             network = network_of(self, pl_module, "network" if has_members(pl_module) else self.network)
-            self._symmetry = trace_symmetry(network, *(example if isinstance(example, tuple) else (example,)))
+            example = example if isinstance(example, tuple) else (example,)
+            self._symmetry = trace_symmetry(network, *example, nullity=False)
         data = self._data(trainer, pl_module, batch)
         with said_if_long(trainer, "SymmetryTeleportation moves networks"):
             found = {number: self._moved(trainer, own, data, number) for number, own in networks.items()}

@@ -186,7 +186,7 @@ class CutNetwork:
         if self._symmetry is None:
             example = self._example.to(next(self.network.parameters()))
             with seeded(0):  # the caller's random numbers do not depend on when this is computed
-                self._symmetry = trace_symmetry(self.network, example, cuts=self._cuts)
+                self._symmetry = trace_symmetry(self.network, example, nullity=False, cuts=self._cuts)
         return self._symmetry
 
 

@@ -39,6 +39,7 @@ def trace_symmetry(
     affine: bool = False,
     shifts: bool = True,
     check: bool = True,
+    nullity: bool = True,
     tolerance: float | None = None,
     cuts: Cuts | None = None,
     output: str | int | None = None,
@@ -70,10 +71,12 @@ def trace_symmetry(
             permutations, signs, scales and matrices.
         check: Whether to run the self-test (recommended). It applies two random elements to float64 copies of the
             network, through a round trip of the state dict: one copy with weights near its own, one with random
-            weights. Inputs are samples of every example, and noise around them. For a small network it also measures
-            the nullity of the Jacobian (:attr:`Symmetry.nullity`). A note gives the number of dimensions that the group
-            misses (docs/theory/tracing.md, 8.5). A network without weights cannot be tested; a note reports this.
-            Without the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
+            weights. Inputs are samples of every example, and noise around them. A network without weights cannot be
+            tested; a note reports this. Without the self-test, networks given to the symmetry later are not run either
+            (:meth:`Symmetry.require`).
+        nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
+            with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
+            that the group misses (docs/theory/tracing.md, 8.5).
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or more if the
             network rounds to a lower precision (1.2e-4 for float32).
         cuts: The network's :meth:`~lightning_sym.networks.Network.cuts`, if values that cross them need hook points.
@@ -116,7 +119,9 @@ def trace_symmetry(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
         prove = check and not tensors.weightless
-        return proven(network, captures, trace, derive, tolerance, whole=shifts) if prove else derive(captures)
+        return (
+            proven(network, captures, trace, derive, tolerance, whole=shifts and nullity) if prove else derive(captures)
+        )
 
 
 @contextlib.contextmanager

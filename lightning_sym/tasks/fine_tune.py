@@ -113,7 +113,8 @@ class FineTuneTask(ZooTask):
         """The symmetry of the networks."""
         number = self.parent_of(self.seed)
         zoo, first = self._open_initial(), self.parent(number)
-        return trace_symmetry(first, example_input(zoo, number, first, getattr(self._trainer, "datamodule", None)))
+        example = example_input(zoo, number, first, getattr(self._trainer, "datamodule", None))
+        return trace_symmetry(first, example, nullity=False)
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint and the run that loads it must share."""
