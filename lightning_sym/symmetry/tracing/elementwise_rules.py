@@ -441,7 +441,9 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         for value, label in zip(values, along, strict=True):
             if label is None:
                 label = trace.constraints.fresh(axes, tuple(value.shape[a] for a in axes))
-                if not value.is_zero:  # zeros (an absent bias) accept any label
+                if value.concrete is not None and not value.is_zero:  # zeros (an absent bias) accept any label
+                    label = trace.beside_constant(label, value, added=True)
+                elif not value.is_zero:
                     trace.constraints.fix(label)
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
