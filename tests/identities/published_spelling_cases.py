@@ -87,7 +87,6 @@ POSITIONS = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=
 PLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "expand": lambda x: torch.cat([x, POSITIONS.expand(len(x), -1, -1)], -1),
     "repeat": lambda x: torch.cat([x, POSITIONS[None].repeat(len(x), 1, 1)], -1),
-    "padded": lambda x: F.pad(x, (0, 2)) + F.pad(POSITIONS, (x.shape[-1], 0)),
     "added": lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], 2) + POSITIONS], 2),
 }
 
@@ -130,7 +129,6 @@ BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scatter_reduce": put(lambda y, places, a: y.scatter_reduce(1, places.expand(len(a), -1), a, "sum")),
     "slice_scatter": put(lambda y, places, a: torch.slice_scatter(y, a, 1, int(places[0]), int(places[-1]) + 1)),
     "set": put(set_parts),
-    "padded": lambda a, b: F.pad(a, (0, 3)) + F.pad(b, (4, 0)),
 }
 
 # ---- decoders whose cells read a mixture of states beside their own

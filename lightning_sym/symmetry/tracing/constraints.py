@@ -128,7 +128,7 @@ class Constraints:
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)
-        self.first: Ints | None = None  # of each unit, the first that moves with it, as an earlier walk found
+        self.first: Callable[[Ints], Ints] = lambda atom: atom  # that moves with each unit, as an earlier walk found
         self.apart = 0  # how many units were combined at different positions
         self.where: Callable[[], str] | None = None
 
@@ -238,8 +238,7 @@ class Constraints:
 
     def united(self) -> Ints:
         """Return for each unit the first one that must move with it."""
-        pairs = [np.zeros((2, 0), np.int64), *(np.stack([own.ravel() for own in pair])
-            for pair in (*self.merges, *self.contracted))]  # fmt: skip
+        pairs = [np.zeros((2, 0), np.int64), *(np.reshape(pair, (2, -1)) for pair in (*self.merges, *self.contracted))]
         one, two = np.hstack(pairs)
         graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (self.atoms, self.atoms))
         _, label = sparse.csgraph.connected_components(graph, False)

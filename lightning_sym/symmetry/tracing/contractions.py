@@ -563,28 +563,6 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
 # Parts of values.
 
 
-def layers_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a layer with concatenated inputs and weights as the sum of one layer per part."""
-    (value, weight), bias = node.args[:2], argument(node, 2, "bias")
-    if r.name(value) != "cat" or r.name(weight) != "cat" or r.made_of(weight) != "weights":
-        return None
-    parts, weights = value.args[0], weight.args[0]  # type: ignore[union-attr]
-    last = len(r.shape(value)) - 1
-    if argument(value, 1, "dim", 0) % (last + 1) != last or argument(weight, 1, "dim", 0) % 2 != 1:  # type: ignore[arg-type]
-        return None
-    if [r.shape(part)[-1] for part in parts] != [r.shape(part)[-1] for part in weights]:  # type: ignore[union-attr]
-        return None
-    if any(r.made_of(part) == "constants" and r.number(part) != 0 for part in parts):  # type: ignore[union-attr]
-        return None  # a column of ones: a bias
-    layers = [r.insert(aten.linear.default, *pair) for pair in zip(parts, weights, strict=True)]  # type: ignore[arg-type]
-    if bias is not None:
-        layers[0] = r.insert(aten.linear.default, *layers[0].args, bias)
-    total = layers[0]
-    for layer in layers[1:]:
-        total = r.insert(aten.add.Tensor, total, layer)
-    return total
-
-
 def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
     """Return the value that contains another one as a part of its memory, also through a list of parts."""
     source, *_ = shown(r, part)

@@ -88,7 +88,11 @@ def _exponential(trace: Trace, value: Value) -> Value:
 
 
 def _has_bias(node: fx.Node) -> bool:
-    """Whether a value is the output of a layer with a bias."""
+    """Whether a value is the output of a layer with a bias, perhaps moved and times numbers."""
+    while (name_of(node) in operations(Trait.MOVE | Trait.CAST) | {"getitem"} or _adds(node)) and len(
+        node.all_input_nodes
+    ) == 1:
+        node = node.all_input_nodes[0]
     return name_of(node) in operations(Trait.CONTRACT) and len(node.args) > 2 and node.args[2] is not None
 
 
@@ -441,13 +445,14 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
         for value, label in zip(values, along, strict=True):
             if label is None:
                 label = trace.constraints.fresh(axes, tuple(value.shape[a] for a in axes))
-                if not value.is_zero:  # zeros (an absent bias) accept any label
+                if value.concrete is not None and not value.is_zero:  # zeros (an absent bias) accept any label
+                    label = trace.beside_constant(label, value, added=True)
+                elif not value.is_zero:
                     trace.constraints.fix(label)
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
         joined = Label(axes, *arrays)
-        known = trace.constraints.first
-        first = joined.atom if known is None else known[joined.atom]
+        first = trace.constraints.first(joined.atom)
         if len(rising(first)) < joined.size:  # a unit at several places
             tag = trace.constraints.derive_tags(joined.tag, numbered(replace(joined, atom=first)))
             joined = Label(axes, joined.atom, tag, joined.scale)

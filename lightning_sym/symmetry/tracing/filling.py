@@ -1,6 +1,7 @@
 """Replace memory that the network fills part by part, or units that it overwrites, by a concatenation of the parts."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
-WRITES = {"put", "index_put", "index_copy", "scatter", "slice_scatter", "select_scatter"}
+WRITES = {"put", "index_put", "index_copy", "scatter", "slice_scatter"}
 WRITES |= {"index_add", "scatter_add", "scatter_reduce"}
 _MOST = 2**22  # elements of the memory
+_Write = tuple[fx.Node, Any, Tensor, bool]
 
 
 class _Part(NamedTuple):
@@ -27,15 +29,6 @@ class _Part(NamedTuple):
     is_single: bool
 
 
-class _Write(NamedTuple):
-    """A written value, the value before, and each element's index in the flattened result."""
-
-    source: fx.Node
-    base: Any
-    where: Tensor
-    adds: bool
-
-
 def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a value that writes fill completely, each element once, as the concatenation of the written values.
 
@@ -44,77 +37,52 @@ def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
     shape = r.shape(node)
     if math.prod(shape) > _MOST or r.made_of(node) == "constants":
         return None
-    writes: list[_Write] = []
-    base: Any = node
+    writes, base = list[_Write](), node
     while (write := _write(r, base)) is not None:
-        writes.insert(0, write)
-        base = write.base
+        writes, base = [write, *writes], write[1]
     number, taken = filled(r, base), torch.zeros(math.prod(shape), dtype=torch.bool)
-    for write in writes:
-        if write.adds and (number != 0 or bool(taken[write.where].any())):
+    for *_, where, adds in writes:
+        if adds and (number != 0 or bool(taken[where].any())):
             return None
-        taken[write.where] = True
+        taken[where] = True
+    more = any(r.name(user) in WRITES and user.args[0] is node for user in node.users)
     for first in range(len(writes)):  # earlier writes are overwritten
-        own = writes[first:]
-        count = sum(write.where.numel() for write in own)
-        beside = number is not None and first == 0 and not any(_goes_on(r, node, user) for user in node.users)
-        if count == math.prod(shape) or (beside and count == int(taken.sum())):
-            found = _along_an_axis(shape, [write.source for write in own], [write.where for write in own])
+        sources, _, places, _ = zip(*writes[first:], strict=True)
+        count = sum(where.numel() for where in places)
+        if count == math.prod(shape) or (number is not None and first == 0 and not more and count == int(taken.sum())):
+            found = _along_an_axis(shape, sources, places)
             return None if found is None else _joined(r, node, number, *found)
     return _beside_rest(r, node, writes[-1], node.args[1]) if r.name(node) == "put" and writes else None
 
 
-def _goes_on(r: Rewriter, node: fx.Node, user: fx.Node) -> bool:
-    """Whether an operation writes more into a value."""
-    return r.name(user) in WRITES and user.args[0] is node
-
-
 def _write(r: Rewriter, node: Any) -> _Write | None:
-    """Describe an operation that writes each element of a value to one constant place in another value."""
+    """Describe an operation that writes each element of a value to one constant place in another value.
+
+    Returns:
+        The written value, the other one, each element's index in the flattened result, and whether it is added.
+    """
     name = r.name(node)
-    if name not in WRITES or len(node.args) < 3 or (node.kwargs and name != "scatter_reduce"):
+    at = {"put": 2, "index_put": 2, "slice_scatter": 1}.get(name, 3)
+    if name not in WRITES or len(node.args) <= at or node.kwargs or "mean" in node.args or "prod" in node.args:
         return None
-    at = {"put": 2, "index_put": 2, "slice_scatter": 1, "select_scatter": 1}.get(name, 3)
-    source, base = node.args[at] if len(node.args) > at else None, node.args[0]
-    if not isinstance(source, fx.Node) or not isinstance(base, fx.Node):
-        return None
+    base, source = node.args[0], node.args[at]
     if name == "put":
         held: Any = node.args[1]
         plain = len(node.args) == 3 and isinstance(held, fx.Node) and held.op == "get_attr"
-        return _Write(source, base, getattr(r.graph.owning_module, str(held.target)), adds=False) if plain else None
-    if name == "scatter_reduce" and (node.args[4] != "sum" or node.kwargs):
+        return (source, base, getattr(r.graph.owning_module, str(held.target)), False) if plain else None
+    if not isinstance(source, fx.Node) or base is source:
         return None
     shape = r.shape(source)
-    numbers = 1.0 + torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape)
-    given = {base: torch.zeros(r.shape(base), dtype=torch.float64), source: numbers}
-    given |= {own: r.constant(own) for own in node.all_input_nodes if own not in given}
-    if base is source or any(own is None for own in given.values()):
+    count = math.prod(shape)
+    given = {own: r.constant(own) for own in node.all_input_nodes if own not in (base, source)}
+    if any(own is None for own in given.values()):
         return None
-    shown = node.target(*fx.map_arg(node.args, given.get), **node.kwargs).reshape(-1)
-    order, places = shown.sort()
-    count = numbers.numel()
-    if not torch.equal(order[len(order) - count :], numbers.reshape(-1)) or int((shown != 0).sum()) != count:
-        return None
-    adds = name in ("index_add", "scatter_add", "scatter_reduce") or (name == "index_put" and True in node.args[3:])
-    return _Write(source, base, places[len(order) - count :].reshape(shape), adds=adds)
-
-
-def padded_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of values that are padded with zeros along one axis, side by side, as their concatenation."""
-    parts, shape = {}, r.shape(node)
-    for own in node.args[:2]:
-        sizes: Any = own.args[1] if r.name(own) in operations(Trait.PAD) else ()  # type: ignore[union-attr]
-        padded = [at for at, size in enumerate(sizes) if size]
-        if len(padded) != 1 or any(more not in ("constant", 0, None) for more in own.args[2:]):  # type: ignore[union-attr]
-            return None
-        axis = len(shape) - 1 - padded[0] // 2
-        size = shape[axis] - sizes[padded[0]]
-        whole = [*shape[:axis], size, *shape[axis + 1 :]]
-        parts[axis, 1 - padded[0] % 2] = size, r.insert(aten.expand.default, own.args[0], whole)  # type: ignore[union-attr]
-    (axis, _), (other, _) = parts if len(parts) == 2 else ((0, 0), (1, 0))
-    if axis != other or sum(size for size, _ in parts.values()) != shape[axis]:
-        return None
-    return r.insert(aten.cat.default, [parts[axis, behind][1] for behind in (0, 1)], axis)
+    given |= {base: torch.zeros(r.shape(base)).double(), source: 1.0 + torch.arange(count).double().reshape(shape)}
+    order, places = node.target(*fx.map_arg(node.args, given.get)).reshape(-1).sort()
+    if not torch.equal(order, torch.arange(1 - len(order), 1).add(count).clamp(min=0).double()):
+        return None  # some elements are nowhere, or several at one place
+    adds = name in ("index_add", "scatter_add", "scatter_reduce") or True in node.args[3:]
+    return source, base, places[len(order) - count :].reshape(shape), adds
 
 
 def _beside_rest(r: Rewriter, node: fx.Node, last: _Write, held: Any) -> fx.Node | None:
@@ -140,7 +108,9 @@ def _beside_rest(r: Rewriter, node: fx.Node, last: _Write, held: Any) -> fx.Node
     return None
 
 
-def _along_an_axis(shape: tuple[int, ...], sources: list[Any], where: list[Tensor]) -> tuple[int, list[_Part]] | None:
+def _along_an_axis(
+    shape: tuple[int, ...], sources: Sequence[Any], where: Sequence[Tensor]
+) -> tuple[int, list[_Part]] | None:
     """Return the axis along which writes fill memory without overlap, and the parts; None if there is none."""
     wanted = torch.arange(math.prod(shape)).reshape(shape)
     for axis, size in enumerate(shape):

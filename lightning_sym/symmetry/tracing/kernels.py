@@ -30,29 +30,33 @@ def filled(r: Rewriter, item: Any) -> float | None:
 def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a layer of concatenated values as one layer per value, without those that are zero (initial states).
 
-    It applies if a value is zero, or if two values repeat one (the two ends of each edge of a graph), whose units the
-    layer reads twice.
+    It applies if a value is zero, if the weights are concatenated alike, or if two values repeat one (the two ends of
+    each edge of a graph), whose units the layer reads twice.
     """
     value, weight = node.args[:2]
-    count = 0 if r.name(node) == "linear" else spatial_axes_of(r.name(node))
-    if r.name(value) != "cat" or not isinstance(value, fx.Node):
+    groups = argument(node, 6, "groups", 1) if r.name(node) != "linear" else 1
+    if r.name(value) != "cat" or not isinstance(value, fx.Node) or groups != 1:
         return None
-    parts: Any = value.args[0]
-    rank = len(r.shape(value))
-    channel = rank - 1 - count
-    groups = argument(node, 6, "groups", 1) if count else 1
-    if argument(value, 1, "dim", 0) % rank != channel or groups != 1 or "transpose" in r.name(node):
+    channel, parts = cast(int, _summed_axis(r, node)), cast(Any, value.args[0])
+    if argument(value, 1, "dim", 0) % len(r.shape(value)) != channel:
         return None
     origins = [_repeated(r, part) for part in parts]
     twice = any(one is not None and one in origins[:at] for at, one in enumerate(origins))
-    if not twice and all(filled(r, part) != 0 for part in parts):
+    numbers, sizes = [filled(r, part) for part in parts], [r.shape(part)[channel] for part in parts]
+    weights: Any = weight.args[0] if r.name(weight) == "cat" else [weight]  # type: ignore[union-attr]
+    alike = (
+        r.made_of(weight) == "weights" and [r.shape(own)[1] for own in weights] == sizes
+    )  # a column of ones is a bias
+    alike = alike and all(
+        number == 0 or r.made_of(part) == "inputs" for part, number in zip(parts, numbers, strict=True)
+    )
+    if not twice and not alike and 0 not in numbers:
         return None
     total, start = None, 0
-    for part in parts:
-        size = r.shape(part)[channel]
-        if filled(r, part) != 0:
-            own = r.insert(aten.slice.Tensor, weight, 1, start, start + size)
-            own.meta["zeros"] = True
+    for at, (part, number, size) in enumerate(zip(parts, numbers, sizes, strict=True)):
+        if number != 0:
+            own = weights[at] if alike else r.insert(aten.slice.Tensor, weight, 1, start, start + size)
+            own.meta |= {"zeros": True} if not alike else {}
             layer = r.insert(node.target, part, own, *([None] * (total is not None) or node.args[2:3]), *node.args[3:])
             total = layer if total is None else r.insert(aten.add.Tensor, total, layer)
         start += size
@@ -75,21 +79,20 @@ def padded(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not isinstance(sizes, (list, tuple)) or not isinstance(number, (int, float)) or min(sizes, default=-1) < 0:
         return None
     axes = {len(shape) - 1 - at // 2 for at, size in enumerate(sizes) if size}
-    if len(axes) != 1 or (number == 0 and not all(_channels(r, node, user) in axes for user in node.users)):
+    layers = all(user.args[0] is node and _summed_axis(r, user) in axes for user in node.users)
+    if len(axes) != 1 or (number == 0 and not layers):
         return None
-    (axis,) = axes
-    at = 2 * (len(shape) - 1 - axis)
-    before, behind = ([r.insert(aten.full.default, [*shape[:axis], size, *shape[axis + 1 :]], number, dtype=kind.dtype,
-        device=kind.device)] * (size > 0) for size in sizes[at : at + 2])  # fmt: skip
-    return r.insert(aten.cat.default, [*before, value, *behind], axis)
+    at = 2 * (len(shape) - 1 - (axis := min(axes)))
+    full = [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes[at : at + 2]]
+    before, behind = (r.insert(aten.full.default, own, number, dtype=kind.dtype, device=kind.device) for own in full)
+    return r.insert(aten.cat.default, [before, value, behind][not sizes[at] : 2 + (sizes[at + 1] > 0)], axis)
 
 
-def _channels(r: Rewriter, value: fx.Node, layer: fx.Node) -> int | None:
-    """Return the axis of a value that a layer sums over; None for other readers."""
+def _summed_axis(r: Rewriter, layer: fx.Node) -> int | None:
+    """Return the axis of its first argument that a layer sums over; None for other operations."""
     name = r.name(layer)
-    if "transpose" in name or not name.startswith(("linear", "conv")) or layer.args[0] is not value:
-        return None
-    return len(r.shape(value)) - 1 - (0 if name == "linear" else spatial_axes_of(name))
+    plain = "transpose" not in name and name.startswith(("linear", "conv"))
+    return len(r.shape(layer.args[0])) - 1 - (0 if name == "linear" else spatial_axes_of(name)) if plain else None
 
 
 def joined_flat(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -41,11 +41,11 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
     walks: list[Walk] = []
     while len(walks) < 2 and (not walks or walks[0].constraints.apart):
         # Steps of a loop join values that only later steps show to move together: a second walk knows these.
-        walk = Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths)
-        walk.constraints.first = walks[0].constraints.united() if walks else None
+        walks.append(Walk(tensors.states, constants=tensors.unsaved, affine=affine, examples=lengths))
+        if len(walks) > 1:
+            walks[1].constraints.first = walks[0].constraints.united().__getitem__
         for captured in captures:
-            walk.run(captured)
-        walks.append(walk)
+            walks[-1].run(captured)
     walk = min(walks, key=lambda own: own.constraints.apart)
     charts, unlike = charts_of(captures)
     for name in unlike & walk.axis_labels.keys():

@@ -59,7 +59,6 @@ from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     einsum,
     joined,
-    layers_of_parts,
     layout,
     matmul,
     narrow_convolution,
@@ -72,7 +71,7 @@ from lightning_sym.symmetry.tracing.contractions import (
 )
 from lightning_sym.symmetry.tracing.cutting import cut_results
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
-from lightning_sym.symmetry.tracing.filling import WRITES, joined_writes, padded_sum
+from lightning_sym.symmetry.tracing.filling import WRITES, joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
@@ -436,7 +435,7 @@ def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (*_SUMS, masked_product, added_branches, padded_sum):
+    for rewrite in (*_SUMS, masked_product, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -447,7 +446,7 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
     of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, taken_apart) * is_plain
-    of_layers = (_of_zeros, _one_hot, outer_product, layers_of_parts, taken_apart, bilinear_row)
+    of_layers = (_of_zeros, _one_hot, outer_product, taken_apart, bilinear_row)
     for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
             return rewritten

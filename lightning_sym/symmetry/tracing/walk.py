@@ -211,17 +211,16 @@ class Walk(Trace):
                 elif missed:
                     # A shorter input may omit more elements; several examples show which ones.
                     left = label.at(~reached[1:].reshape(label.atom.shape))
-                    zeros = key in self.beside_zeros
-                    self.constraints.fix(label if self.examples == 1 and not zeros else left)
+                    self.constraints.fix(label if self.examples == 1 and key not in self.beside_zeros else left)
                     maker = self.made_by.get(key)
                     where = "a value made of weights" if maker is None else f"the result of {self.where_is(maker)}"
                     where = where if root.state is None else f"{root.state}{list(label.axes)}"
-                    self.constraints.notes[
-                        f"{where}: {missed} of {label.size} places are multiplied by zeros only and stay fixed"
-                        if zeros
-                        else f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input "
-                        "may"
-                    ] = None
+                    note = (
+                        f"{where} is fixed: no example reaches {missed} of its {label.size} places, another input may"
+                    )
+                    if key in self.beside_zeros:
+                        note = f"{where}: {missed} of {label.size} places are multiplied by zeros only and stay fixed"
+                    self.constraints.notes[note] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
         """Fix the signs of units if the current operation cannot absorb the constant that a sign change adds."""

@@ -49,9 +49,7 @@ class Contractions(Algebra):
         if any(not set(own) <= set(other + out) for own, other in ((first, second), (second, first))):
             return self.nonlinear([one, two], equation_shape(one, two, first, second, out), node)
         by = Sum(first, second, out)
-        one, two = (
-            told(own, [way.one.index(letter) for letter in way.gone]) for own, way in ((one, by), (two, by.turned))
-        )
+        one, two = told(one, [*map(first.index, by.gone)]), told(two, [*map(second.index, by.turned.gone)])
         sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
         result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
         if one.varies and two.varies:
@@ -342,11 +340,8 @@ class Contractions(Algebra):
 
         parts = []
         for first, unknown in zip(firsts.T, relation.total.open, strict=True):
-            if bool(unknown):
-                parts.append(torch.zeros([1] * numbers.ndim, dtype=torch.int64))
-                continue
             inverse = coefficient.mapped(lambda t, first=first: at(t, first)).power(-1)
-            own = self.unknowns.combined([(at(numbers, first), inverse)])
+            own = None if bool(unknown) else self.unknowns.combined([(at(numbers, first), inverse)])
             parts.append(torch.zeros([1] * numbers.ndim, dtype=torch.int64) if own is None else own)
         shape = np.broadcast_shapes(*(tuple(own.shape) for own in parts))
         multiples = torch.stack([own.expand(shape) for own in parts])
@@ -365,10 +360,11 @@ class Contractions(Algebra):
 
     def _times_numbers(self, result: Value, multiples: Tensor, total: Total) -> bool:
         """Add multiples of a relation's totals if these are numbers; return whether they are."""
-        for part, number in zip(multiples, total.numbers or (), strict=False):
+        numbers = total.numbers
+        for part, number in zip(multiples, [] if numbers is None else numbers.tolist(), strict=False):
             if number and not math.isnan(number):
                 self._include(result, self.unknowns.combined([(part, Coefficient(number))]))
-        return total.numbers is not None
+        return numbers is not None
 
     def _drifts(self, result: Value, own: Value, other: Value, by: Sum) -> None:
         """Propagate drifts of one factor through the other."""
@@ -516,12 +512,12 @@ class Contractions(Algebra):
             return aligned(array, by.one, by.gone).expand(whole).reshape(-1)[order]
 
         coefficient, segments = relation.coefficient.mapped(flat), flat(relation.segments)
-        unknown = relation.total.open
-        key = coefficient.key((len(order),)), segments.numpy().tobytes(), unknown.numpy().tobytes()
+        key = coefficient.key((len(order),)), segments.numpy().tobytes(), relation.total.open.numpy().tobytes()
         family = self.system.family(name, summed)
         if key not in family.rows:
             self.system.late |= name in self.system.read
-            family.rows[key] = self.system.rows(name, summed, coefficient, segments, unknown)
+            family.rows[key] = self.system.rows(name, summed, coefficient, segments)
+        self.unknowns.vanish(family.rows[key].numbers[relation.total.open[: int(segments.max()) + 1]])
         return family.rows[key]
 
     def _order(self, weights: Value, by: Sum, summed: frozenset[int]) -> Tensor | None:

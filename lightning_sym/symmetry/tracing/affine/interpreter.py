@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.layers import Layers
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
@@ -126,7 +127,7 @@ class Interpreter(Layers):
         """Return the numbers that a result holds for every input, NaN elsewhere; None if there are none."""
         nodes = {given: self.values.get(given) for given in node.all_input_nodes}
         told = any(isinstance(own, Value) and own.held is not None for own in nodes.values())
-        if not ((told and (name in _KEEPING or is_pointwise(node.target))) or name in _FILLING):
+        if name not in _FILLING and not (told and (name in _KEEPING or is_pointwise(node.target))):
             return None
         numbers = {}
         for given, own in nodes.items():
@@ -137,17 +138,15 @@ class Interpreter(Layers):
             known = self.constants.known(given) if number is None else torch.full(val.shape, number, dtype=val.dtype)
             if known is None and not val.is_floating_point():
                 return None
-            if known is None:
-                known = torch.full((), torch.nan) if own is None or own.held is None else own.held
-            numbers[given] = known.expand(val.shape)
-        target: Any = node.target
+            unknown = torch.tensor(torch.nan) if own is None or own.held is None else own.held
+            numbers[given] = (unknown if known is None else known).expand(val.shape)
         try:
-            made = target(*fx.map_arg(node.args, numbers.get), **fx.map_arg(node.kwargs, numbers.get))
+            made = node.target(*fx.map_arg(node.args, numbers.get), **fx.map_arg(node.kwargs, numbers.get))  # type: ignore[operator]
         except RuntimeError:
             return None
-        found = [thinned(own) if own.is_floating_point() and not bool(own.isnan().all()) else None
-                 for own in (made if isinstance(made, (list, tuple)) else [made])]  # fmt: skip
-        return found if isinstance(made, (list, tuple)) else found[0]
+        return pytree.tree_map(
+            lambda own: thinned(own) if own.is_floating_point() and not own.isnan().all() else None, made
+        )
 
     def _see_weights(self, given: Sequence[Value], result: Any) -> None:
         """Fix weights that an operation reads other than by moves and contractions."""

@@ -183,13 +183,11 @@ def told(value: Value, axes: Sequence[int]) -> Value:
 
     Each entry that no input changes is a segment, whose total is its number.
     """
-    if value.held is None or not axes or (value.relation is not None and value.relation.axes == set(axes)):
+    others = [axis for axis in range(value.rank) if axis not in axes]
+    if value.held is None or not axes or not others or (value.relation and value.relation.axes == set(axes)):
         return value
-    held = value.held
-    for axis in set(range(value.rank)) - set(axes):
-        first = held.narrow(axis, 0, 1)
-        held = torch.where((held == first).all(axis, keepdim=True), first, torch.nan)
-    known = held.nan_to_num(0.0) != 0
+    held = value.held.amin(others, True)
+    known = (held == value.held.amax(others, True)) & (held != 0)
     if not bool(known.any()) or bool(known.all()):
         return value
     segments = known.reshape(-1).long().cumsum(0).reshape(known.shape) * known
@@ -206,10 +204,8 @@ def windows_of(value: Value, weights: Value) -> Value | None:
     total = Total(relation.total.segments * count)
     total.before = relation.total, torch.arange(total.segments) // count
     segments = relation.segments * count + torch.arange(count).reshape(1, 1, *kernel)
-    axes = frozenset(range(1, 2 + len(kernel)))
-    return Value(
-        (*value.shape[:2], *kernel), True, relation=Relation(axes, segments, relation.coefficient, total)
-    )  # fmt: skip
+    told = Relation(frozenset(range(1, 2 + len(kernel))), segments, relation.coefficient, total)
+    return Value((*value.shape[:2], *kernel), True, relation=told)
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:

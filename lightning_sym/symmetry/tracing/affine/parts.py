@@ -38,7 +38,7 @@ class Readers(NamedTuple):
         at: Wanted unknowns. Shape (segments, *the weight's), with size 1 along these axes.
         coefficient: Along these axes, flattened.
         segments: The segment of each place on them.
-        constants: Whether the relation is that of entries which no input changes.
+        constants: Whether some segments have no multiples, as those of entries that the input changes.
     """
 
     name: str

@@ -444,8 +444,6 @@ class Solution:
             Whether any did not before.
         """
         unknowns, met = self.system.unknowns, False
-        by_weights = any(atom.kind != "length" for _, terms in unknowns.equations for _, items in terms
-                         for atom, *_ in items)  # fmt: skip
         for twins in self._twins.values():
             sides = [[getattr(own, side).numpy().ravel() for own in twins] for side in ("source", "numbers")]
             if any(len(own) != len(side[0]) for side in sides for own in side):
@@ -454,7 +452,7 @@ class Solution:
             for at, own in enumerate(twins):
                 given = _combination(source[apart], source[at])
                 found = _combination(numbers[apart], numbers[at]) if given is None else given
-                if found is None or (by_weights and np.abs(60 * found - np.round(60 * found)).max() > _NOTHING):
+                if found is None or np.abs(2520 * found - np.round(2520 * found)).max() > 1e-6:  # by weights
                     apart += [at] * bool(source[at].any() and numbers[at].any())
                     continue
                 own.alike |= set(range(len(own.blocks[0])))

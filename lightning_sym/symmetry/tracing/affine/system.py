@@ -32,13 +32,11 @@ class Rows:
         numbers: Unknowns. Shape (segments, *the weight's), with size 1 along the summed axes.
         coefficient: The coefficients along the summed axes, in the weight's order, flattened.
         segments: The segment of each place on these axes.
-        unknown: Whether each segment has no total.
     """
 
     numbers: Tensor
     coefficient: Coefficient
     segments: Tensor
-    unknown: Tensor
 
 
 @dataclass
@@ -151,7 +149,7 @@ class System:
             for axes, family in families.items():
                 own = new.family(name, axes)
                 for key, rows in family.rows.items():
-                    own.rows[key] = new.rows(name, axes, rows.coefficient, rows.segments, rows.unknown)
+                    own.rows[key] = new.rows(name, axes, rows.coefficient, rows.segments)
         new.late = False
         return new
 
@@ -169,15 +167,11 @@ class System:
         once = axes | self.partial.get(name, frozenset())
         return [1 if axis in once else size for axis, size in enumerate(self.shape(name))]
 
-    def rows(
-        self, name: str, axes: frozenset[int], coefficient: Coefficient, segments: Tensor, unknown: Tensor
-    ) -> Rows:
-        """Return new row changes, without those of segments whose total is unknown."""
+    def rows(self, name: str, axes: frozenset[int], coefficient: Coefficient, segments: Tensor) -> Rows:
+        """Return new row changes."""
         shape = self._outer(name, axes)
         count = int(segments.max()) + 1
-        numbers = self.unknowns.fresh((count, *shape), ROWS)
-        self.unknowns.vanish(numbers[unknown[:count]])
-        return Rows(numbers, coefficient, segments, unknown)
+        return Rows(self.unknowns.fresh((count, *shape), ROWS), coefficient, segments)
 
     def derive(self, key: Any, shape: Iterable[int], **definition: Any) -> Tensor:
         """Return derived unknowns; equal definitions share them."""

@@ -168,17 +168,11 @@ class _Compiler:
         forms = Forms(self.solution, self.wanted, self.order)
         free = [Free(name, self._at(numbers)) for name, numbers in system.free.items()]
         readers = [
-            Readers(
-                name,
-                tuple(sorted(axes)),
-                self._at(rows.numbers),
-                rows.coefficient,
-                rows.segments.numpy(),
-                bool(rows.unknown.any()),
-            )
+            Readers(name, tuple(sorted(axes)), self._at(rows.numbers), rows.coefficient, rows.segments.numpy(),
+                    not bool(self.living[rows.numbers.flatten(1)].any(1).all()))
             for (name, axes), family in self.families.items()
             for rows in family.rows.values()
-        ]
+        ]  # fmt: skip
         begin, writers = len(self.first), []
         for (name, axes), columns in self.patterns.items():
             whole = system.shape(name)

@@ -14,7 +14,7 @@ import torch
 from scipy import sparse
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.arrays import Ints
+from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.tracing.coordinates import varies
 
 Shape = tuple[int, ...]
@@ -124,26 +124,20 @@ class Total:
     def known(self) -> float | None:
         """The total if it is one number for all weights and segments; else None."""
         before = 0.0 if self.before is None else self.before[0].known
-        told = isinstance(self.constant, float) and not self.terms and before is not None
-        return before + self.constant if told else None  # type: ignore[operator]
+        return None if self.terms or before is None or isinstance(self.constant, tuple) else before + self.constant
 
     @property
-    def numbers(self) -> tuple[float, ...] | None:
+    def numbers(self) -> Floats | None:
         """The total of each segment, NaN if it has none; None if totals depend on weights."""
-        own = self.constant if isinstance(self.constant, tuple) else (self.constant,) * self.segments
-        if self.before is None or self.terms:
-            return None if self.terms else own
-        before = self.before[0].numbers
-        return (
-            None
-            if before is None
-            else tuple(number + before[at] for number, at in zip(own, self.before[1].tolist(), strict=True))
-        )
+        own, before = np.broadcast_to(self.constant, self.segments), self.before and self.before[0].numbers
+        if self.before is None or self.terms or before is None:
+            return None if self.terms or self.before is not None else own
+        return np.asarray(own + before[self.before[1].numpy()])
 
     @property
     def open(self) -> Tensor:
         """Whether each segment has no total. Shape (segments,)."""
-        return torch.tensor(self.numbers or (0.0,) * self.segments).isnan()
+        return torch.tensor(np.zeros(self.segments) if self.numbers is None else self.numbers).isnan()
 
 
 @dataclass
