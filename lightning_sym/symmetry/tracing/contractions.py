@@ -11,19 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
-from lightning_sym.symmetry.tracing.nodes import (
-    argument,
-    equation_of,
-    letters_of,
-    memories_of,
-    moved,
-    numbers_of,
-    reduced,
-)
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, memories_of, numbers_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.unit_axes import unit_axes
+from lightning_sym.symmetry.tracing.unit_axes import axes_of_one, unit_axes
 
 aten = torch.ops.aten
 # Operations that show the memory of their first argument in another shape.
@@ -281,7 +272,7 @@ def _with_units_joined(
     """
     one, two, out = terms
     sides = [(term, part) for term, part in ((one, first), (two, second)) if letters[0] in term]
-    units = [{term[axis] for axis in _axes_of_one(r, part)} for term, part in sides]
+    units = [{term[axis] for axis in axes_of_one(r, part)} for term, part in sides]
     group = "".join(letter for letter in letters if all(letter in own for own in units))
     if len(group) < 2 or any(r.made_of(part) != "inputs" for part in (first, second)):
         return None
@@ -296,23 +287,6 @@ def _with_units_joined(
     end = group if group[0] in out else ""
     result = r.insert(aten.einsum.default, f"{narrow[0]},{narrow[1]}->{rest}{end[:1]}", given)
     return _ordered(r, reshaped(r, result, [sizes[letter] for letter in rest + end]), rest + end, out)
-
-
-def _axes_of_one(r: Rewriter, node: fx.Node) -> list[int]:
-    """Return the axes of a value that the units of one axis of an earlier value index."""
-    way: list[fx.Node] = []
-    while len(node.all_input_nodes) == 1 and r.name(node) in operations(Trait.MOVE | Trait.CAST) | {"getitem"}:
-        way += [node] if r.name(node) not in operations(Trait.CAST) else []
-        node = node.all_input_nodes[0]
-    if len(units := unit_axes(r, node)) != 1:
-        return []
-    place: Any = coordinates(r.shape(node), sorted(units))
-    for step in reversed(way):
-        item: Any = step.args[-1]
-        place = place[item] if r.name(step) == "getitem" else moved(step, place)
-        if place is None:
-            return []
-    return varying_axes(place)
 
 
 def are_vectors(r: Rewriter, first: fx.Node, second: fx.Node, axis: int) -> bool:

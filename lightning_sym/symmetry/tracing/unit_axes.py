@@ -21,6 +21,23 @@ def unit_axes(r: Rewriter, node: fx.Node) -> set[int]:
     return _UnitAxes(r).of(node)
 
 
+def axes_of_one(r: Rewriter, node: fx.Node) -> list[int]:
+    """Return the axes of a value that the units of one axis of an earlier value index."""
+    way: list[fx.Node] = []
+    while len(node.all_input_nodes) == 1 and r.name(node) in operations(Trait.MOVE | Trait.CAST) | {"getitem"}:
+        way += [node] if r.name(node) not in operations(Trait.CAST) else []
+        node = node.all_input_nodes[0]
+    if len(units := unit_axes(r, node)) != 1:
+        return []
+    place: Any = coordinates(r.shape(node), sorted(units))
+    for step in reversed(way):
+        item: Any = step.args[-1]
+        place = place[item] if r.name(step) == "getitem" else moved(step, place)
+        if place is None:
+            return []
+    return varying_axes(place)
+
+
 class _UnitAxes:
     def __init__(self, r: Rewriter) -> None:
         self.r, self.known = r, dict[fx.Node, set[int]]()
