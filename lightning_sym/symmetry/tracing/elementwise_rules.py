@@ -449,6 +449,8 @@ def _cat(trace: Trace, values: Sequence[Value], axis: int = 0) -> Value:
                     label = trace.beside_constant(label, value, added=True)
                 elif not value.is_zero:
                     trace.constraints.fix(label)
+                elif "rest" in trace.node.meta:  # memory that nothing writes
+                    trace.constraints.restrict(label)
             whole.append(trace.constraints.resolve(label))
         arrays = (np.concatenate(several, place) for several in zip(*(label.parts for label in whole), strict=True))
         joined = Label(axes, *arrays)

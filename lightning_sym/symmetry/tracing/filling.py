@@ -142,6 +142,7 @@ def _joined(r: Rewriter, node: fx.Node, number: float | None, axis: int, parts: 
         like, whole = node.meta["val"], [*shape[:axis], int(rest.sum()), *shape[axis + 1 :]]
         values.append(r.insert(aten.full.default, whole, number, dtype=like.dtype, device=like.device))
     joined = r.insert(aten.cat.default, values, axis)
+    joined.meta |= {"rest": True} if len(values) > len(parts) else {}
     if torch.equal(order, torch.arange(len(order))):
         return joined
     sizes, steps = (
