@@ -15,8 +15,7 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
-WRITES = {"put", "index_put", "index_copy", "scatter", "slice_scatter"}
-WRITES |= {"index_add", "scatter_add", "scatter_reduce"}
+WRITES = operations(Trait.WRITE) - {"index_fill", "diagonal_scatter", "select_scatter", "_index_put_impl"}
 _MOST = 2**22  # elements of the memory
 _Write = tuple[fx.Node, Any, Tensor, bool]
 
