@@ -176,19 +176,24 @@ def _range(numbers: Tensor, size: int) -> _Part | None:
     return part if part.stop <= size and torch.equal(numbers.reshape(rows, -1), wanted) else None
 
 
-def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor) -> bool:
+def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node] | None = None) -> bool:
     """Whether a value multiplies a view of outputs as a matrix of weights: one axis is summed, another one is new.
 
     Args:
         r: The rewriter.
         node: The view.
         places: The output that each entry of the view holds.
+        seen: Views that were looked at before; grows.
     """
+    seen = set() if seen is None else seen
     for view, further in _views(r, node, places):
+        if view in seen:
+            continue
         if further is None and r.name(view) in _ALONG and r.shape(view) == tuple(places.shape):
             further = places
         if further is not None:
-            if _makes_weights(r, view, further):
+            seen.add(view)
+            if _makes_weights(r, view, further, seen):
                 return True
         elif r.name(view) in _PRODUCTS and (equation := equation_of(view)) is not None:
             *terms, out = letters_of(equation)

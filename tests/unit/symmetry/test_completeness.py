@@ -79,6 +79,13 @@ def test_dead_and_always_active_units_raise_no_alarm(widths: tuple[int, ...], ac
     assert not symmetry.notes
 
 
+def test_the_nullity_is_measured_only_if_asked_for() -> None:
+    own = nn.Sequential(L(8, 4), nn.ReLU(), L(4, 3)).double()
+    measured, other = trace_symmetry(own, vectors(2, 8)), trace_symmetry(own, vectors(2, 8), nullity=False)
+    assert (measured.nullity, other.nullity) == (4, None)
+    assert other.dimension == 4 and "nullity" not in str(other)
+
+
 def test_weights_that_are_special_raise_no_alarm() -> None:
     own = perceptron(4, 6, 3)
     with torch.no_grad():

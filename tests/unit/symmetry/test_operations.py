@@ -9,6 +9,7 @@ import torch
 
 from lightning_sym import symmetry
 from lightning_sym.symmetry.tracing import operations as table
+from lightning_sym.symmetry.tracing import walk  # noqa: F401 (it registers rules)
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
 from lightning_sym.symmetry.tracing.rules import rule_for
 
