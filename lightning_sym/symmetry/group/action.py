@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
+from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAction
@@ -466,11 +467,30 @@ class Action:
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
                         continue
+                    weights = dict(structure.charts.parts_of(name, parameter.detach()))
                     for part, held in structure.charts.parts_of(name, value):
                         if part in structure.slots_of:
-                            moved.append((held, self.moved(held, part, power=powers[key], shifted=False)))
+                            moved.append((held, self._carried(held, part, powers[key], weights[part])))
         for value, new in moved:  # only now, so that an error leaves the state unchanged
             value.copy_(new)
+
+    def _carried(self, held: Tensor, name: str, power: float, weight: Tensor) -> Tensor:
+        """Transform an average of gradients of a tensor, by the chain rule if a function of its weights is scaled.
+
+        Args:
+            held: The average.
+            name: The tensor's name.
+            power: The power of scales that it is multiplied by: -1 for gradients, -2 for their squares.
+            weight: The tensor, before the element acts.
+        """
+        charts = self.structure.charts
+        before = dict(charted({name: weight}, Charts(charts.added)))[name]
+        slope = charts.slope(name, before)
+        if slope is None:
+            return self.moved(held, name, power=power, shifted=False)
+        after = charts.slope(name, self.moved(before, name, shifted=False))
+        assert after is not None
+        return (self.moved(held * slope**power, name, power=power, shifted=False) * after**-power).to(held.dtype)
 
 
 def _require_known(state: Mapping[str, Any], parameter: Tensor, known: Collection[str], *, moves: bool) -> None:

@@ -909,10 +909,14 @@ def test_training_commutes_with_permutations_and_signs(name: str) -> None:
         torch.testing.assert_close(other.state_dict()[key], value, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def test_momenta_move_as_gradients_under_scales() -> None:
+@pytest.mark.parametrize("gain", [None, torch.exp, F.softplus])
+def test_momenta_move_as_gradients_under_scales(gain: Callable[[Tensor], Tensor] | None) -> None:
     """After act, a momentum is the gradient's at the new weights, and a second moment its square."""
     torch.manual_seed(1)
-    network = nn.Sequential(L(5, 8), nn.ReLU(), L(8, 6), nn.Tanh(), L(6, 3)).double()
+    network: nn.Module = nn.Sequential(L(5, 8), nn.ReLU(), L(8, 6), nn.Tanh(), L(6, 3)).double()
+    if gain is not None:
+        parts = {"a": L(5, 8), "w": nn.Parameter(torch.randn(8)), "b": L(8, 3)}
+        network = Program(lambda s, x: s.b(torch.relu(s.a(x)) * gain(s.w)), parts).double()
     symmetry = trace_symmetry(network, X)
     element = symmetry.sample(generator(4))
     x, target = torch.randn(16, 5, dtype=torch.float64), torch.randint(0, 3, (16,))
