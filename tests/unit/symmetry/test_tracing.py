@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
