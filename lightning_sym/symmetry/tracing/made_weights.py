@@ -4,6 +4,7 @@ The outputs of such a layer are the entries of a matrix, with units on each axis
 for each axis of the matrix.
 """
 
+import contextlib
 import math
 import string
 from collections.abc import Collection, Iterator, Sequence
@@ -17,7 +18,7 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.pieces import cut_at
-from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 
 aten = torch.ops.aten
 _MOST = 2**22  # entries that are numbered
@@ -40,22 +41,24 @@ class _Part(NamedTuple):
         return self.start + math.prod(self.shape)
 
 
-def shape_layers(capture: Capture, whole: Collection[str]) -> bool:
+def shape_layers(capture: Capture, whole: Collection[str], kept: Collection[str] = ()) -> bool:
     """Give the weights of layers that make weights of other layers the shape of these.
 
     Args:
         capture: The network in normal form. Its graph is changed.
         whole: The names of parameters that keep their shapes.
+        kept: Operations, such as ``aten::linear``, that are neither replaced nor inserted.
 
     Returns:
         Whether any layer is changed.
     """
-    r = Rewriter(capture)
+    r = Rewriter(capture, kept)
     changed = False
     for node in [own for own in capture.graph.nodes if r.name(own) in ("linear", "embedding")]:
         tensors: list[Any] = [node.args[1], argument(node, 2, "bias")] if r.name(node) == "linear" else [node.args[0]]
         if all(own is None or _is_free(capture, own, node, whole) for own in tensors):
-            changed |= _shape_layer(r, node, [own for own in tensors if own is not None])
+            with contextlib.suppress(NoSpellingError):
+                changed |= _shape_layer(r, node, [own for own in tensors if own is not None])
     return changed
 
 

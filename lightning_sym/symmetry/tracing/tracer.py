@@ -37,9 +37,10 @@ class Tracer:
         expand(captured)
         cut_parameters(captured, self._whole)
         normalise(captured, own_operations())
-        for reshape in (cut_arrays, shape_layers):
-            if reshape(captured, self._whole):
-                normalise(captured, own_operations())
+        if cut_arrays(captured, self._whole):
+            normalise(captured, own_operations())
+        if shape_layers(captured, self._whole, own_operations()):
+            normalise(captured, own_operations())
         return captured
 
     def agreeing(self, captures: Sequence[Capture]) -> Sequence[Capture]:
