@@ -64,6 +64,8 @@ _SMOOTH: Mapping[Any, Callable[..., Tensor]] = {
     **dict.fromkeys((torch.hardshrink, F.softshrink), lambda x, lambd=0.5: x - torch.tanh(x)),
     F.threshold: lambda x, threshold, value, inplace=False: value + (x - value) * torch.sigmoid(x - threshold),
 }
+# Parts of notes on operations that may hide dimensions: wrong where a measured nullity shows that none is missing.
+_REFUTED = ("could absorb", "could undo")
 # Maximum number of random weights of large networks, and numbers of these that must agree on what is missing: of
 # analytic functions, whose generic weights all have the same kernel, and with units that may be on one side only.
 _DRAWS, _ANALYTIC, _PIECEWISE = 4, 2, 3
@@ -137,6 +139,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     if found.sure:
         symmetry.nullity = found.nullity
     idle = symmetry.dimension - (found.nullity - found.missing)
+    if found.sure and not found.missing and not idle:
+        symmetry.notes = tuple(note for note in symmetry.notes if not any(part in note for part in _REFUTED))
     if idle > 0:
         symmetry.notes = (
             *symmetry.notes,
