@@ -497,6 +497,8 @@ class _Search:
         before, after = found.distance_before, found.distance_after
         if before == 0:
             return "has the weights of the reference"
+        if after == before and self._keeps_order(found.element):
+            return f"has its units in the order of the reference (distance {before:.4g})"
         if not after < before:
             return f"was nearer as it was ({before:.4g}; aligned {after:.4g})"
         if forced or after**2 < WORTH * before**2:

@@ -187,7 +187,7 @@ def weight_matching(
     if unknown_words := sorted(set(freedom) - set(FREEDOM)):
         raise ValueError(unknown("freedom", unknown_words[0], FREEDOM))
     wanted = Wanted("balanced", order=False)
-    turning = (own for own in symmetry.factors if own.rung in (Rung.SIZED, Rung.FIRST) and own.concerned(wanted))
+    turning = [own for own in symmetry.factors if own.rung in (Rung.SIZED, Rung.FIRST) and own.concerned(wanted)]
     if any(own.freedom not in freedom for own in turning):
         balance = False  # balancing would rotate cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
@@ -197,7 +197,7 @@ def weight_matching(
         gauged = comparable(symmetry, a, b, balance=balance, signs=signs)
         compared = comparable(symmetry, a, b, balance=False, signs=signs) if gauged.is_even else gauged
         alone: Descended | None = None
-        if initial is None and not again:
+        if initial is None and not again and not turning:
             descent = Descent(Comparison(symmetry, a, b), signs=False, device=where, freedom=freedom)
             alone = found = descend(descent, restarts=restarts, progress=progress, **options)
         if alone is None or not compared.is_plain or (signs and descent.allow_signs()):

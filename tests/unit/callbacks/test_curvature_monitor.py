@@ -125,7 +125,7 @@ def test_errors_of_members_are_independent_and_those_of_the_mean_are_combined(tm
         signs.append(generator.initial_seed())
         return trace(operator, probes, generator=generator)
 
-    monkeypatch.setattr(curvature_monitor, "trace", noted)
+    monkeypatch.setattr(curvature_monitor.curvature, "trace", noted)
     task = ZooTask(MultiLayerPerceptron(widths=(6,), image_size=8), members=3)
     monitor = CurvatureMonitor(probes=4, train_batches=1)
     fit(tmp_path, task, monitor, data=digits(), max_epochs=1)
@@ -150,8 +150,8 @@ def test_a_network_that_diverges_has_no_numbers(tmp_path) -> None:
 
 
 def test_what_is_not_found_is_left_out_with_a_warning(tmp_path, monkeypatch) -> None:
-    search = functools.partial(curvature_monitor.top_eigenvalue, max_products=5)
-    monkeypatch.setattr(curvature_monitor, "top_eigenvalue", search)
+    search = functools.partial(curvature_monitor.curvature.top_eigenvalue, max_products=5)
+    monkeypatch.setattr(curvature_monitor.curvature, "top_eigenvalue", search)
     monitor = CurvatureMonitor(probes=2, tolerance=1e-9)
     with pytest.warns(UserWarning, match="leaves out a measurement: the largest eigenvalue was found to"):
         fit(tmp_path, Noted(), monitor, max_epochs=1)

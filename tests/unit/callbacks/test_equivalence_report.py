@@ -84,9 +84,9 @@ def plain_figures(monkeypatch):
         return lambda *args, **settings: calls.setdefault(name, []).append((args, SimpleNamespace(**settings)))
 
     for name in ("loss_surface", "log_contour", "point_set", "isosurface", "betti_curve", "embedding"):
-        monkeypatch.setattr(f"lightning_sym.reports.equivalence.{name}", instead(name))
+        monkeypatch.setattr(f"lightning_sym.figures.{name}", instead(name))
     for name in ("search_curves", "planes_beside"):
-        monkeypatch.setattr(f"lightning_sym.reports.equivalence.{name}", instead(name))
+        monkeypatch.setattr(f"lightning_sym.figures.{name}", instead(name))
     monkeypatch.setattr("lightning_sym.callbacks.publishing.publish_figure", lambda *_: None)
     return calls
 
