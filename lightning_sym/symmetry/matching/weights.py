@@ -121,12 +121,12 @@ def weight_matching(
 
     Free signs are optimised jointly, with gain :math:`|M_{ij}|` in the simplest case. Groups are skipped while no
     neighbour has changed since their last assignment. The first descent begins with a pass in the order of the layers,
-    which assigns each group by the axes aligned so far. The search begins without
+    which assigns each group by the axes aligned so far. Unless matrices or rotations act, the search begins without
     scales and signs, and continues with them where they can change an assignment. As inner products are not invariant
     under scales, both networks are then balanced, unless this hardly changes the proportions of units. Afterwards,
     ``b`` gets the scales of ``a``, except at units that are nearly dead in ``a`` (docs/theory/matching.md, 1.5), or
-    keeps its own where it is nearer then. Without ``initial``, the match is never farther than ``b``, nor than the
-    match without scales and signs.
+    keeps its own where it is nearer then. Without ``initial``, the match is never farther than ``b``, nor than that
+    first search.
 
     - Units are permuted within their cell. A second move permutes blocks of cells (heads, convolution groups), with the
       gains of their members' optimal assignments. A grouped convolution's weight counts for its rows, and within a

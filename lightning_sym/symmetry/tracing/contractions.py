@@ -576,8 +576,8 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     in_memory = sorted(range(held.ndim), key=lambda at: -steps[at])
     if math.prod(sizes) != held.numel() or not held.permute(in_memory).is_contiguous():
         return None
-    if len(sizes) > 1 + sum(size > 1 for size in held.shape):
-        return None  # more than one axis is cut: patches of an image, whose places are no heads
+    if max(map(len, loops)) > 2:
+        return None  # patches of an image: their places are no heads
     found = torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape)
     if not torch.equal(found + int(held.storage_offset()), numbers):
         return None
