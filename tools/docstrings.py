@@ -28,7 +28,7 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = markdown(obj.docstring.value, obj)
 
     def on_module_members(self, *, node: Any, mod: griffe.Module, **_: Any) -> None:
-        """Note what a package exports: the names that it imports as themselves."""
+        """Record the exports of a package: names imported as themselves."""
         if "__all__" in mod.members and isinstance(node, ast.Module):
             imports = [one for one in ast.walk(node) if isinstance(one, ast.ImportFrom)]
             mod.exports = [alias.name for one in imports for alias in one.names if alias.name == alias.asname]

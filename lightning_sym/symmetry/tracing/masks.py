@@ -77,7 +77,7 @@ def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
 
 
 def mark_masked_softmaxes(captures: Sequence[Capture]) -> list[str]:
-    """Mark each softmax whose mask depends on the inputs: it may hide whole rows, of which no weight is left.
+    """Mark the softmaxes with masks that depend on the inputs. Such a mask may hide a whole row.
 
     Returns:
         The modules of the marked operations; nothing if all were marked before.
