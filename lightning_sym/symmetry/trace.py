@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -118,10 +118,34 @@ def trace_symmetry(
         derive = functools.partial(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
+        captures = _exchanging(trace, captures, derive)
         prove = check and not tensors.weightless
         return (
             proven(network, captures, trace, derive, tolerance, whole=shifts and nullity) if prove else derive(captures)
         )
+
+
+def _exchanging(
+    trace: Tracer, captures: Sequence[Capture], derive: Callable[[Sequence[Capture]], Symmetry]
+) -> Sequence[Capture]:
+    """Return captures that read equal modules as stacks, where the group then has more elements and loses none."""
+    if not trace.alike:
+        return captures
+    best, every = derive(captures), trace.alike
+    for sets in [every, *([one] for one in every if len(every) > 1)]:
+        kept, trace.stacked = trace.stacked, [*trace.stacked, *(role for roles in sets for role in roles)]
+        found = [trace(captured.call) for captured in captures]
+        symmetry = derive(found)
+        sizes = [
+            (each.log10_permutations, each.dimension, each.signs, -len(each.notes)) for each in (symmetry, best)
+        ]
+        if sizes[0][0] > sizes[1][0] + 1e-9 and all(new >= old for new, old in zip(*sizes, strict=True)):
+            captures, best = found, symmetry
+            if sets is every:
+                break
+        else:
+            trace.stacked = kept
+    return captures
 
 
 @contextlib.contextmanager

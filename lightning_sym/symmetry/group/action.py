@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
-from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAction
@@ -447,11 +447,14 @@ class Action:
         """
         structure = self.structure
         mixed = {slot.offset for slot in structure.slots if self.acts_by_matrices(slot)}
+        regrouped = structure.charts.only_moving
         moved: list[tuple[Tensor, Tensor]] = []
         for group in optimizer.param_groups:
             powers = dict(_POWERS)
             if isinstance(optimizer, torch.optim.RMSprop):
                 powers["momentum_buffer"] = 0.0  # an average of gradients divided by their size
+            found: dict[str, dict[str, Tensor]] = {}  # by entry of the state and name of the parameter
+            weights: dict[str, Tensor] = {}
             for parameter in group["params"]:
                 name = names.get(parameter)
                 state = optimizer.state.get(parameter, {})
@@ -464,15 +467,21 @@ class Action:
                         f"a dense matrix mixes {name}, under which no optimiser's state is carried (second moments "
                         "cannot be); expected an element with mixing=False, or an optimiser without state"
                     )
+                weights[name] = parameter.detach()
                 for key, value in state.items():
-                    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
-                        continue
-                    weights = dict(structure.charts.parts_of(name, parameter.detach()))
-                    for part, held in structure.charts.parts_of(name, value):
-                        if part in structure.slots_of:
-                            moved.append((held, self._carried(held, part, powers[key], weights[part])))
-        for value, new in moved:  # only now, so that an error leaves the state unchanged
-            value.copy_(new)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                        found.setdefault(key, {})[name] = value
+            before = charted(weights, regrouped)
+            for key, values in found.items():
+                parts = charted(values, regrouped)
+                new = [
+                    (part, self._carried(held, part, powers[key], before[part]))
+                    for part, held in parts.items()
+                    if part in structure.slots_of
+                ]
+                moved += [(values[name], value) for name, value in uncharted(new, regrouped, values)]
+        for value, changed in moved:  # only now, so that an error leaves the state unchanged
+            value.copy_(changed)
 
     def _carried(self, held: Tensor, name: str, power: float, weight: Tensor) -> Tensor:
         """Transform an average of gradients of a tensor, by the chain rule if a function of its weights is scaled.

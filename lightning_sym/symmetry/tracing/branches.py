@@ -15,12 +15,12 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 aten = torch.ops.aten
 _MOST = 64  # operations of a branch
 _LARGE = 2**22  # elements of a value that are numbered
-_ELEMENTWISE = {"neg", "where", "masked_fill", "mT"} | operations(
+_ELEMENTWISE = {"neg", "where", "masked_fill", "mT", "eq", "ne", "lt", "le", "gt", "ge", "logical_not"} | operations(
     Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
 )
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 # The number of axis arguments that follow the value.
-_AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
+_AXES = {"transpose": 2, "flatten": 2, "select": 1, "slice": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, merging the branches has no benefit.
 _CONVOLUTIONS = {name for name in operations(Trait.CONVOLVE) if "transpose" not in name}
@@ -51,13 +51,39 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of experts that run one after the other as one computation of all experts."""
-    if any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+    """Rewrite the sum of experts that run one after the other as one computation of all experts, plus other terms."""
+    if node.kwargs or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
     leaves, readers = r.leaves(node, {"add"})
-    leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # initial term of Python's sum
-    if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
+    rest: list[Any] = []
+    alike: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+    for leaf, reader in zip(leaves, readers, strict=True):
+        kind = r.name(leaf) if r.made_of(leaf) == "inputs" and r.shape(leaf) == r.shape(node) else ""
+        kind = kind or ("weights" if r.made_of(leaf) == "weights" else "")
+        if kind:
+            alike.setdefault(kind, []).append((leaf, reader))
+        elif leaf != 0:  # initial term of Python's sum
+            rest.append(leaf)
+    biases, total, count = alike.pop("weights", []), [], 0
+    for several in alike.values():
+        parts, own = [leaf for leaf, _ in several], [reader for _, reader in several]
+        new = _experts(r, parts, own) if len(parts) > 1 else None
+        total += parts if new is None else [new]
+        count += new is not None
+    if not count:
         return None
+    parts = [leaf for leaf, _ in biases]
+    lifted = _Branches(r).lift(parts, [reader for _, reader in biases]) if len(parts) > 1 else None
+    apart = lifted is None or not lifted.along
+    total += [*(parts if apart else [r.insert(aten.sum.dim_IntList, lifted.node, [0])]), *rest]  # type: ignore[union-attr]
+    result, *further = total
+    for own in further:
+        result = r.insert(aten.add.Tensor, result, own)
+    return result
+
+
+def _experts(r: Rewriter, leaves: Sequence[fx.Node], readers: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the sum of experts as one computation of all; None if they differ."""
     if (total := _summed_layers(r, leaves, readers)) is not None:
         return total
     branches = _Branches(r)
@@ -233,7 +259,8 @@ class _Branches:
     def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
         """Return a layer with separate weights per branch, on a common value or on outputs of such layers."""
         r, (value, weight, *bias) = self.r, args
-        if not weight.along or (value.along and value.node not in self.experts) or len(r.shape(weight.node)) != 3:
+        apart = value.along and value.node not in self.experts and not r.capture.stacks  # rows of heads
+        if not weight.along or apart or len(r.shape(weight.node)) != 3:
             return None
         rank = len(r.shape(node))
         turned = r.insert(aten.permute.default, weight.node, [0, 2, 1])
