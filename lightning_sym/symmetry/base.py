@@ -550,7 +550,8 @@ class Symmetry(ElementGroup):
             >>> spec.numbered()["2.weight"]
             (2, 0)
         """
-        return permutation_spec_of(self.groups, self.shapes, self.structure.blocks)
+        charts = self.structure.charts
+        return permutation_spec_of(self.groups, self.shapes, self.structure.blocks, charts.stacks)
 
     def _tapped(self, tap: Tap | str) -> Tap:
         if isinstance(tap, str) and tap not in self.taps:

@@ -22,6 +22,7 @@ from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.gained import Known
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
+from lightning_sym.symmetry.tracing.alike import Role, reads_members
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels
@@ -29,6 +30,8 @@ from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import namesakes
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tracer import Tracer
+
+_MOST_SETS = 4  # of equal modules that are tried one by one, if all together lose elements
 
 
 def trace_symmetry(
@@ -40,6 +43,7 @@ def trace_symmetry(
     shifts: bool = True,
     check: bool = True,
     nullity: bool = True,
+    exchange: bool = True,
     tolerance: float | None = None,
     cuts: Cuts | None = None,
     output: str | int | None = None,
@@ -77,6 +81,9 @@ def trace_symmetry(
         nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
             with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
             that the group misses (docs/theory/tracing.md, 8.5).
+        exchange: Whether elements exchange modules with equal operations: experts, heads, members of an ensemble
+            (docs/theory/tracing.md, 4). The tensors of such modules are then stacked, and values inside them have no
+            names. Otherwise every module keeps its place.
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or more if the
             network rounds to a lower precision (1.2e-4 for float32).
         cuts: The network's :meth:`~lightning_sym.networks.Network.cuts`, if values that cross them need hook points.
@@ -118,7 +125,7 @@ def trace_symmetry(
         derive = functools.partial(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
-        captures = _exchanging(trace, captures, derive)
+        captures = _exchanging(trace, captures, derive) if exchange else captures
         prove = check and not tensors.weightless
         return (
             proven(network, captures, trace, derive, tolerance, whole=shifts and nullity) if prove else derive(captures)
@@ -129,22 +136,31 @@ def _exchanging(
     trace: Tracer, captures: Sequence[Capture], derive: Callable[[Sequence[Capture]], Symmetry]
 ) -> Sequence[Capture]:
     """Return captures that read equal modules as stacks, where the group then has more elements and loses none."""
-    if not trace.alike:
-        return captures
-    best, every = derive(captures), trace.alike
-    for sets in [every, *([one] for one in every if len(every) > 1)]:
-        kept, trace.stacked = trace.stacked, [*trace.stacked, *(role for roles in sets for role in roles)]
+    best: Symmetry | None = None
+
+    def attempt(sets: Sequence[Sequence[Role]]) -> Sequence[Capture] | None:
+        nonlocal best
+        kept, new = trace.stacked, [*trace.stacked, *(role for roles in sets for role in roles)]
+        trace.stacked = new
         found = [trace(captured.call) for captured in captures]
-        symmetry = derive(found)
-        sizes = [
-            (each.log10_permutations, each.dimension, each.signs, -len(each.notes)) for each in (symmetry, best)
-        ]
-        if sizes[0][0] > sizes[1][0] + 1e-9 and all(new >= old for new, old in zip(*sizes, strict=True)):
-            captures, best = found, symmetry
-            if sets is every:
-                break
-        else:
+        if not any(reads_members(captured) for captured in found):
             trace.stacked = kept
+            best = best or derive(captures)
+            trace.stacked = new
+            symmetry = derive(found)
+            more = symmetry.log10_permutations > best.log10_permutations + 1e-9
+            old, new = ((own.dimension, own.signs, -len(own.notes)) for own in (best, symmetry))
+            if more and all(one <= two for one, two in zip(old, new, strict=True)):
+                best = symmetry
+                return found
+        trace.stacked = kept
+        return None
+
+    sets = trace.alike or []
+    if sets and (found := attempt(sets)) is not None:
+        return found
+    for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
+        captures = attempt([one]) or captures
     return captures
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.nodes import memories_of
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of
 from lightning_sym.symmetry.tracing.operations import name_of
 from lightning_sym.symmetry.tracing.pieces import renew
 
@@ -177,6 +177,16 @@ def stack(capture: Capture, roles: Collection[Role]) -> None:
             capture.graph.erase_node(node)
         capture.buffers |= {name} if members[0] in capture.buffers else set()
         capture.stacks[name] = members
+
+
+def reads_members(capture: Capture) -> bool:
+    """Whether the network still reads members of a stack one by one, so that all have common units."""
+    return any(
+        name_of(user) in ("select", "slice", "unbind", "split", "chunk") and argument(user, 1, "dim", 0) == 0
+        for node, name in capture.states.items()
+        if name in capture.stacks
+        for user in node.users
+    )
 
 
 def stack_name(members: Role) -> str:

@@ -95,7 +95,10 @@ def _experts(r: Rewriter, leaves: Sequence[fx.Node], readers: Sequence[fx.Node])
 
 def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node]) -> fx.Node | None:
     """Return the sum of layers that read one head each as one product with the weights of all heads."""
-    if any(r.name(leaf) != "linear" or not r.only_for(leaf, own) for leaf, own in zip(leaves, readers, strict=True)):
+    name = r.name(leaves[0])
+    if name not in {"linear"} | _CONVOLUTIONS or any(r.name(leaf) != name for leaf in leaves):
+        return None
+    if any(not r.only_for(leaf, own) for leaf, own in zip(leaves, readers, strict=True)):
         return None
     place = {node: at for at, node in enumerate(r.graph.nodes)}
     leaves = sorted(leaves, key=place.__getitem__)  # as the branches were written
@@ -103,13 +106,35 @@ def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node
     values, weights = (branches.lift([leaf.args[at] for leaf in leaves], leaves) for at in (0, 1))
     if values is None or weights is None or not values.along or not weights.along or not branches.mixes:
         return None
-    letters = string.ascii_lowercase[: len(r.shape(leaves[0])) - 1]
-    equation = f"z{letters}x,zyx->{letters}y"
-    total: fx.Node = r.insert(aten.einsum.default, equation, [values.node, weights.node])
+    if name == "linear":
+        letters = string.ascii_lowercase[: len(r.shape(leaves[0])) - 1]
+        equation = f"z{letters}x,zyx->{letters}y"
+        total: fx.Node = r.insert(aten.einsum.default, equation, [values.node, weights.node])
+    elif (joint := _joint_convolution(r, leaves, values.node, weights.node)) is None:
+        return None
+    else:
+        total = joint
     for leaf in leaves:
         if (bias := argument(leaf, 2, "bias")) is not None:
             total = r.insert(aten.add.Tensor, total, bias)
     return total
+
+
+def _joint_convolution(r: Rewriter, leaves: Sequence[fx.Node], values: fx.Node, weights: fx.Node) -> fx.Node | None:
+    """Return the sum of convolutions as one convolution of the channels of all."""
+    first = leaves[0]
+    options = [leaf.args[3:] for leaf in leaves]
+    if any(own != options[0] for own in options) or len(options[0]) > 3 or any(leaf.kwargs for leaf in leaves):
+        return None  # in groups
+    if any(argument(leaf, 2, "bias") is not None for leaf in leaves):
+        return None
+    count, samples, channels, *sizes = r.shape(values)
+    if len(sizes) != spatial_axes_of(r.name(first)):
+        return None
+    flat = reshaped(r, r.insert(aten.movedim.int, values, 0, 1), [samples, count * channels, *sizes])
+    outputs, *kernel = r.shape(first.args[1])
+    held = reshaped(r, r.insert(aten.movedim.int, weights, 0, 1), [outputs, count * channels, *kernel[1:]])
+    return r.insert(first.target, flat, held, None, *options[0])
 
 
 def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.charts import Charts, charted
-from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.alike import stacks_of
+from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.pieces import pieces_of
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
 
