@@ -118,7 +118,7 @@ def trace_symmetry(
         check_network(network)
         tensors = Tensors.of(network)
         examples = examples if tensors.weightless else on_device_of(network, examples)
-        trace = Tracer(network, cuts, tensors.fixed)
+        trace = Tracer(network, cuts, tensors.fixed, tensors.kept)
         captures = trace.agreeing(captures_of(examples, trace))
         for note in tensors.cut(captures).unused(captures):
             warnings.warn(note, stacklevel=2)

@@ -74,7 +74,8 @@ def alike(capture: Capture) -> list[Branches]:
 def _described(capture: Capture, node: fx.Node, kind: dict[fx.Node, int]) -> _Node:
     if node in capture.states:
         value: Tensor = node.meta["val"]
-        return _Node("state", (tuple(value.shape), value.dtype, capture.states[node] in capture.buffers))
+        is_buffer = capture.states[node] in capture.buffers
+        return _Node("state", (tuple(value.shape), value.dtype, is_buffer, "kept" in node.meta))
     if node.op != "call_function":
         return _Node(node.name, ())
     given = fx.map_arg((_without_place(node), node.kwargs), kind.__getitem__)
@@ -119,24 +120,31 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
         if len(set(nodes)) < len(nodes):
             return None
         if nodes[0] in capture.states:
+            if "kept" in nodes[0].meta and not _hold_equal_numbers(nodes):
+                return None
             roles[nodes[0]] = nodes
             continue
         left += zip(*(node.all_input_nodes for node in nodes), strict=True)
     inside = {node for nodes in met for node in nodes}
-    weights = [node for nodes in roles.values() for node in nodes]
+    weights = [node for nodes in roles.values() for node in nodes if "kept" not in node.meta]
     apart = len(weights) == len(set(weights)) and all({*node.users} <= inside for node in weights)
     in_order = [tuple(capture.states[node] for node in nodes) for nodes in roles.values()]
     order = {name: at for at, name in enumerate(capture.states.values())}
     running = any(name_of(user) == "batch_norm" for nodes in roles.values() for user in nodes[0].users)
-    if not apart or not in_order or running:
+    if not apart or not weights or running:
         return None
     first = min(in_order, key=lambda role: min(order[name] for name in role))
     places = sorted(range(len(first)), key=lambda at: order[first[at]])  # the order in which the modules were made
     return Branches(tuple(tuple(role[at] for at in places) for role in in_order), frozenset(inside))
 
 
+def _hold_equal_numbers(nodes: Sequence[fx.Node]) -> bool:
+    first, *others = (node.meta["kept"] for node in nodes)
+    return not first.is_meta and all(not own.is_meta and torch.equal(first, own) for own in others)
+
+
 def stack(capture: Capture, roles: Collection[Role]) -> None:
-    """Replace the weights of equal branches by parts of one array for each role.
+    """Replace the weights of equal branches by parts of one array for each role, and equal constants by one of them.
 
     The values inside these branches lose their names, as elements move them from one name to another.
 
@@ -151,14 +159,15 @@ def stack(capture: Capture, roles: Collection[Role]) -> None:
         nodes = [named[name] for name in members if name in named]
         if not nodes:
             continue
+        if "kept" in nodes[0].meta:
+            _share(capture, nodes)
+            continue
         name, like = stack_name(members), nodes[0].meta["val"]
         first = next(node for node in capture.states if node in nodes)
         with capture.graph.inserting_before(first):
             whole = capture.graph.placeholder(f"{first.name}_stack")
         with like.fake_mode:
             whole.meta["val"] = torch.empty((len(members), *like.shape), dtype=like.dtype, device=like.device)
-        if all("constant" in node.meta for node in nodes) and len(nodes) == len(members):
-            whole.meta["constant"] = torch.stack([named[own].meta["constant"] for own in members])
         after = next(node for node in capture.graph.nodes if node.op != "placeholder")
         for at, own in enumerate(members):
             if own in named:
@@ -177,6 +186,19 @@ def stack(capture: Capture, roles: Collection[Role]) -> None:
             capture.graph.erase_node(node)
         capture.buffers |= {name} if members[0] in capture.buffers else set()
         capture.stacks[name] = members
+
+
+def _share(capture: Capture, nodes: Sequence[fx.Node]) -> None:
+    """Let all readers of equal constants read the first one."""
+    first, *others = nodes
+    for node in others:
+        old = memories_of(node)
+        for user in [*node.users]:
+            user.replace_input_with(node, first)
+            renew(user, old)
+        capture.folded |= {capture.states.pop(node)}  # other networks must hold the same numbers
+        capture.graph.erase_node(node)
+    capture.marks[:] = [mark for mark in capture.marks if mark.node not in others]
 
 
 def reads_members(capture: Capture) -> bool:

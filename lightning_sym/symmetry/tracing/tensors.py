@@ -45,6 +45,12 @@ class Tensors(NamedTuple):
         }
         return {name: own for name, own in floating.items() if name in self.unsaved or bool(own.isinf().all())}
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The buffers that no element changes: integers, and those that no state dict contains."""
+        buffers = {name: own for name, own in self.states.items() if name not in self.parameters}
+        return {name: own for name, own in buffers.items() if name in self.unsaved or not own.is_floating_point()}
+
     def cut(self, captures: Sequence[Capture]) -> "Tensors":
         """Return these tensors with parameters split into the pieces, and stacked as, the captures read them."""
         charts = Charts({}, pieces_of(captures), stacks_of(captures))

@@ -22,15 +22,18 @@ class Tracer:
         network: The network.
         cuts: See :func:`~lightning_sym.symmetry.trace_symmetry`.
         constants: The values of buffers that no state dict contains, by name.
+        kept: The buffers that no element changes, by name.
 
     Attributes:
         alike: For each set of modules with equal operations in the first captured call, its tensors.
         stacked: Tensors of such modules that are read as stacks, so that elements exchange the modules.
     """
 
-    def __init__(self, network: nn.Module, cuts: Cuts | None, constants: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, network: nn.Module, cuts: Cuts | None, constants: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+    ) -> None:
         self.network, self._cuts = network, cuts
-        self._constants = constants
+        self._constants, self._kept = constants, kept
         self._whole: set[str] = set()  # parameters that are not cut into pieces
         self.alike: list[tuple[Role, ...]] | None = None
         self.stacked: Sequence[Role] = ()
@@ -41,6 +44,8 @@ class Tracer:
         for node, name in captured.states.items():
             if name in self._constants:
                 node.meta["constant"] = self._constants[name]
+            if name in self._kept:
+                node.meta["kept"] = self._kept[name]
         expand(captured)
         if self.alike is None:
             self.alike = [own.roles for own in alike(captured)]
