@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name, without_log
 from lightning_sym.symmetry.tracing.nodes import between, memories_of, value_of, written_by
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns the replacement of an operation, or None if this rewrite does not apply.
