@@ -101,9 +101,9 @@ class OrbitProblem:
                 "the objective has no derivative by weights that the group moves; expected a differentiable function "
                 "of the view's parameters."
             )
-        for members in self._pieces.stacks.values():  # the objective may read some of them
-            some = any(name in found for name in members)
-            found |= {name: torch.zeros_like(leaves[name]) for name in members if some and name not in found}
+        for names in self._pieces.stacks.values():  # the objective may read some of them
+            some = any(name in found for name in names)
+            found |= {name: torch.zeros_like(leaves[name]) for name in names if some and name not in found}
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
         pieces = charted(found, self._pieces)
         by_chart = {name: self.symmetry.structure.charts.slope(name, weights[name]) for name in pieces}

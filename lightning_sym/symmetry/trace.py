@@ -149,8 +149,8 @@ def _exchanging(
             trace.stacked = new
             symmetry = derive(found)
             more = symmetry.log10_permutations > best.log10_permutations + 1e-9
-            old, new = ((own.dimension, own.signs, -len(own.notes)) for own in (best, symmetry))
-            if more and all(one <= two for one, two in zip(old, new, strict=True)):
+            before, after = ((own.dimension, own.signs, -len(own.notes)) for own in (best, symmetry))
+            if more and all(old <= new for old, new in zip(before, after, strict=True)):
                 best = symmetry
                 return found
         trace.stacked = kept

@@ -130,8 +130,9 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
     apart = len(weights) == len(set(weights)) and all({*node.users} <= inside for node in weights)
     in_order = [tuple(capture.states[node] for node in nodes) for nodes in roles.values()]
     order = {name: at for at, name in enumerate(capture.states.values())}
-    running = any(name_of(user) == "batch_norm" for nodes in roles.values() for user in nodes[0].users)
-    if not apart or not weights or running:
+    # The normal form has no operation for all branches instead of these.
+    single = any(name_of(node) == "batch_norm" or "::" in name_of(node) for node in inside)
+    if not apart or not weights or single:
         return None
     first = min(in_order, key=lambda role: min(order[name] for name in role))
     places = sorted(range(len(first)), key=lambda at: order[first[at]])  # the order in which the modules were made

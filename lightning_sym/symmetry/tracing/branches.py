@@ -1,5 +1,6 @@
 """Spell loops over parts in one way: equal operations on parts of a value become one operation on all parts."""
 
+import functools
 import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
             alike.setdefault(kind, []).append((leaf, reader))
         elif leaf != 0:  # initial term of Python's sum
             rest.append(leaf)
-    biases, total, count = alike.pop("weights", []), [], 0
+    biases, count = alike.pop("weights", []), 0
+    total: list[fx.Node] = []
     for several in alike.values():
         parts, own = [leaf for leaf, _ in several], [reader for _, reader in several]
         new = _experts(r, parts, own) if len(parts) > 1 else None
@@ -76,10 +78,7 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     lifted = _Branches(r).lift(parts, [reader for _, reader in biases]) if len(parts) > 1 else None
     apart = lifted is None or not lifted.along
     total += [*(parts if apart else [r.insert(aten.sum.dim_IntList, lifted.node, [0])]), *rest]  # type: ignore[union-attr]
-    result, *further = total
-    for own in further:
-        result = r.insert(aten.add.Tensor, result, own)
-    return result
+    return functools.reduce(lambda one, two: r.insert(aten.add.Tensor, one, two), total)
 
 
 def _experts(r: Rewriter, leaves: Sequence[fx.Node], readers: Sequence[fx.Node]) -> fx.Node | None:

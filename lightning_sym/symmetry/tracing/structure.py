@@ -116,7 +116,7 @@ class Structure:
             (pairs, 2). Other orbits have zero pairs; empty if no orbit has pairs.
         half_turns: Offsets of biases before sines and cosines.
         told: Pairs (factor name, parameter name) that users' rules passed to factors.
-        charts: Tensors that the network reads with numbers added, or in pieces, and stacked tensors of equal modules.
+        charts: Tensors that the network reads with numbers added, or in pieces, and stacks of tensors.
     """
 
     slots: tuple[Slot, ...]
