@@ -55,12 +55,12 @@ def shape_layers(capture: Capture, whole: Collection[str], kept: Collection[str]
     """
     r = Rewriter(capture, kept)
     changed = False
-    layers: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
+    layers: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in capture.graph.nodes:
-        if r.name(node) in ("linear", "embedding"):
-            read = [node.args[1], argument(node, 2, "bias")] if r.name(node) == "linear" else [node.args[0]]
-            layers.setdefault(tuple(own for own in read if own is not None), []).append(node)
-    for tensors, nodes in layers.items():
+        if (name := r.name(node)) in ("linear", "embedding"):
+            read = [node.args[1], argument(node, 2, "bias")] if name == "linear" else [node.args[0]]
+            layers.setdefault((name, *(own for own in read if own is not None)), []).append(node)
+    for (_, *tensors), nodes in layers.items():
         if all(_is_free(capture, own, nodes, whole) for own in tensors):
             with contextlib.suppress(NoSpellingError):
                 changed |= _shape_layers(r, nodes, tensors)
@@ -204,7 +204,9 @@ def _range(numbers: Tensor, size: int, rows: int) -> _Part | None:
     return part if part.stop <= size and torch.equal(numbers.reshape(rows, -1), wanted) else None
 
 
-def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node] | None = None) -> bool:
+def _makes_weights(
+    r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node] | None = None, *, inner: bool = False
+) -> bool:
     """Whether a value multiplies a view of outputs as a matrix of weights: one axis is summed, another one is new.
 
     Args:
@@ -212,29 +214,44 @@ def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node
         node: The view.
         places: The output that each entry of the view holds.
         seen: Views that were looked at before; grows.
+        inner: Whether another layer makes one of these axes.
     """
     seen = set() if seen is None else seen
     for view, further in _views(r, node, places):
         if view in seen:
             continue
+        varying = [bool((places != places.narrow(axis, 0, 1)).any()) for axis in range(places.ndim)]
         if further is None and r.name(view) in _ALONG and r.shape(view) == tuple(places.shape):
             further = places
         if further is not None:
             seen.add(view)
-            if _makes_weights(r, view, further, seen):
+            if _makes_weights(r, view, further, seen, inner=inner):
                 return True
         elif r.name(view) in _KERNELS and view.args[1] is node and r.made_of(view.args[0]) == "inputs":
-            if all(bool((places != places.narrow(axis, 0, 1)).any()) for axis in (0, 1)):
+            if (any if inner else all)(varying[:2]):
                 return True
         elif r.name(view) in _PRODUCTS and (equation := equation_of(view)) is not None:
             *terms, out = letters_of(equation)
             given: Any = view.args[1] if r.name(view) == "einsum" else view.args[:2]
             for at, own in enumerate(given):
-                if own is not node or r.made_of(given[1 - at]) != "inputs":
+                if own is not node:
                     continue
-                varying = {
-                    letter for axis, letter in enumerate(terms[at]) if bool((places != places.narrow(axis, 0, 1)).any())
-                }
-                if varying - {*out} and varying & {*out} - {*terms[1 - at]}:
-                    return True
+                told = {letter for letter, varies in zip(terms[at], varying, strict=True) if varies}
+                gone, kept = told - {*out}, told & {*out}
+                if r.made_of(given[1 - at]) == "inputs":
+                    if (any if inner else all)((gone, kept - {*terms[1 - at]})):
+                        return True
+                elif gone and kept:
+                    further = _kept(places, terms[at], out, r.shape(view))
+                    if _makes_weights(r, view, further, seen, inner=True):
+                        return True
     return False
+
+
+def _kept(places: Tensor, term: str, out: str, shape: Sequence[int]) -> Tensor:
+    """Return the places of outputs along the axes that a contraction keeps, in its result's shape."""
+    for axis in reversed([axis for axis, letter in enumerate(term) if letter not in out]):
+        places = places.select(axis, 0)
+    left = [letter for letter in term if letter in out]
+    places = places.permute([left.index(letter) for letter in out if letter in left])
+    return places[tuple(slice(None) if letter in left else None for letter in out)].expand(shape)
