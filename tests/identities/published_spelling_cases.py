@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from found_spelling_cases import image_and_vector
 from helpers import of, parameter
 from spelling_cases import Function, Spelled, each, steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import leaky_relu as leaky
 
-L = nn.Linear
+L, C = nn.Linear, nn.Conv2d
 
 
 # ---- members of a BatchEnsemble: a matrix of gains before and after a shared layer
@@ -291,7 +292,68 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# The weights of two layers, made by one.
+GENERATED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "twice": lambda s, z: [s.g(own).view(-1, 4, 4) for own in (z, z.tanh())],
+    "stacked": lambda s, z: s.g(torch.stack([z, z.tanh()], 1)).view(-1, 2, 4, 4).unbind(1),
+    "samples": lambda s, z: s.g(torch.cat([z, z.tanh()])).unflatten(-1, (4, 4)).chunk(2),
+    "matmul": lambda s, z: [(own @ s.g.weight.mT + s.g.bias).unflatten(1, (4, 4)) for own in (z, z.tanh())],
+}
+
+
+def two_layers(makes: Callable[[Any, Tensor], Any]) -> Spelled:
+    def forward(s: Any, x: Tensor, z: Tensor) -> Tensor:
+        h = leaky(s.p(x))
+        for w in makes(s, z):
+            h = torch.tanh(torch.einsum("boi,bi->bo", w, h))
+        return s.o(h)  # type: ignore[no-any-return]
+
+    return forward
+
+
+FAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda w, made: w + w * made,
+    "product": lambda w, made: w * (1 + made),
+    "addcmul": lambda w, made: torch.addcmul(w, w, made),
+    "numbers": lambda w, made: (made + torch.ones(4, 6, dtype=w.dtype)) * w,
+}
+
+# Rows of weights that a layer makes of learned vectors.
+LEARNED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "einsum": lambda s, x: torch.einsum("bi,koi->bko", x, s.g(s.e).view(5, 4, 6)),
+    "loop": lambda s, x: torch.stack([F.linear(x, s.g(own).view(4, 6)) for own in s.e], 1),
+    "rows": lambda s, x: torch.stack([F.linear(x, own) for own in s.g(s.e).unflatten(1, (4, 6))], 1),
+}
+
+# Kernels that a layer makes for each image.
+FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "windows": lambda w, x: torch.einsum("bchwij,bocij->bohw", x.unfold(2, 2, 1).unfold(3, 2, 1), w),
+    "loop": lambda w, x: torch.cat([F.conv2d(x[i : i + 1], w[i]) for i in range(len(w))]),
+    "groups": lambda w, x: F.conv2d(x.reshape(1, -1, 4, 4), w.reshape(-1, 3, 2, 2), groups=len(x)).view(-1, 4, 3, 3),
+}
+
+# Two layers make a matrix: one of them its rows, the other its columns.
+STAGES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda s, a, h: torch.einsum("bi,bio->bo", h, s.c(a.view(-1, 3, 4))),
+    "matmul": lambda s, a, h: (h[:, None] @ s.c(a.unflatten(-1, (3, 4)))).flatten(1),
+    "sum": lambda s, a, h: (h[..., None] * (a.view(-1, 3, 4) @ s.c.weight.t() + s.c.bias)).sum(1),
+}
+
+
 PUBLISHED: dict[str, Function] = {
+    "two layers from one": Function({"p": of(L, 6, 4), "g": of(L, 5, 16), "o": of(L, 4, 3)}, two_vectors, 0,
+        each(GENERATED, two_layers), samples=80),
+    "fast weights": Function({"w": parameter(4, 6), "g": of(L, 5, 24), "o": of(L, 4, 3)}, two_vectors, 24, each(FAST,
+        lambda made: lambda s, x, z: s.o(torch.tanh(torch.einsum("boi,bi->bo", made(s.w, s.g(z).view(-1, 4, 6)), x)))),
+        samples=100),
+    "weights of learned vectors": Function({"e": parameter(5, 3), "g": of(L, 3, 24), "o": of(L, 4, 3)}, vectors, 12,
+        each(LEARNED, lambda made: lambda s, x: s.o(torch.tanh(made(s, x)))), samples=80),
+    "kernels that a layer makes": Function({"p": of(C, 2, 3, 1), "g": of(L, 5, 48), "o": of(C, 4, 2, 1)},
+        image_and_vector, 0, each(FILTERS, lambda made: lambda s, x, z: s.o(torch.tanh(made(s.g(z).view(-1, 4, 3, 2, 2),
+        torch.tanh(s.p(x)))))), samples=80),
+    "matrices that two layers make": Function({"p": of(L, 6, 3), "a": of(L, 5, 12), "c": of(L, 4, 4),
+        "o": of(L, 4, 3)}, two_vectors, 0, each(STAGES,
+        lambda made: lambda s, x, z: s.o(torch.tanh(made(s, torch.tanh(s.a(z)), torch.tanh(s.p(x)))))), samples=80),
     "ones beside inputs": Function({"a": of(L, 7, 5, bias=False), "n": of(nn.LayerNorm, 5), "o": of(L, 5, 6)}, vectors,
         29, each(ONES, lambda join: lambda s, x: s.o(s.n(s.a(join(x)))))),
     "ones beside units": Function({"a": of(L, 6, 5), "b": of(L, 6, 7, bias=False)}, vectors, 30, each(ONES,

@@ -148,8 +148,10 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
     """
     for constants in captures:
         for node, name in constants.capture.states.items():
-            if name in system.movable and len(system.shape(name)) > 1 and _is_contracted(
-                node, constants.capture.states
+            if (
+                name in system.movable
+                and len(system.shape(name)) > 1
+                and _is_contracted(node, constants.capture.states)
             ):
                 system.weights.add(name)
     reached: dict[str, list[Tensor]] = {}
