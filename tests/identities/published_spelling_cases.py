@@ -1,5 +1,6 @@
 """Layers of published networks, each in several spellings; see ``spelling_cases.py``."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -339,8 +340,46 @@ STAGES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "sum": lambda s, a, h: (h[..., None] * (a.view(-1, 3, 4) @ s.c.weight.t() + s.c.bias)).sum(1),
 }
 
+# Shares of experts, of which the two best are chosen.
+BEST: dict[str, Callable[[Tensor], Tensor]] = {
+    "shares": lambda g: torch.zeros_like(g).scatter(-1, g.topk(2).indices, g.topk(2).values.softmax(-1)),
+    "low numbers": lambda g: torch.full_like(g, -math.inf).scatter(-1, g.topk(2)[1], g.topk(2)[0]).softmax(-1),
+    "least": lambda g: g.masked_fill(g < g.topk(2).values[..., -1:], -math.inf).softmax(-1),
+    "not less": lambda g: torch.where(g >= g.topk(2, -1)[0][..., 1, None], g, -math.inf).softmax(-1),
+    "one hot": lambda g: (F.one_hot(g.topk(2).indices, 3) * g.topk(2).values.softmax(-1)[..., None]).sum(-2),
+}
+
+
+def chosen(shares: Callable[[Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.relu(torch.einsum("bi,kji->bkj", x, s.u))
+        return torch.einsum("bk,bkj,koj->bo", shares(s.g(x)), h, s.v)
+
+    return forward
+
+
+# Linear attention to earlier steps: q, k, v of shape (samples, heads, steps, units).
+EARLIER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "triangle": lambda q, k, v: torch.tril(q @ k.mT) @ v,
+    "sums": lambda q, k, v: torch.einsum("bhtc,bhtcd->bhtd", q, torch.einsum("bhtc,bhtd->bhtcd", k, v).cumsum(2)),
+    "sums of columns": lambda q, k, v: ((v[..., None] * k[..., None, :]).cumsum(2) @ q[..., None])[..., 0],
+    "mask": lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(6, 6).triu(1).bool(), 0) @ v,
+}
+
+
+def linear_attention(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (own.unflatten(-1, (2, 3)).transpose(1, 2) for own in (F.elu(s.q(x)), F.elu(s.k(x)), s.v(x)))
+        return s.o(read(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    return forward
+
 
 PUBLISHED: dict[str, Function] = {
+    "the best of experts": Function({"g": of(L, 6, 3), "u": parameter(3, 4, 6), "v": parameter(3, 5, 4)}, vectors, 19,
+        each(BEST, chosen), samples=200),
+    "linear attention to earlier steps": Function({name: of(L, 8, 6) for name in "qkv"} | {"o": of(L, 6, 5)},
+        steps(8, 6), 18, each(EARLIER, linear_attention), samples=60),
     "two layers from one": Function({"p": of(L, 6, 4), "g": of(L, 5, 16), "o": of(L, 4, 3)}, two_vectors, 0,
         each(GENERATED, two_layers), samples=80),
     "fast weights": Function({"w": parameter(4, 6), "g": of(L, 5, 24), "o": of(L, 4, 3)}, two_vectors, 24, each(FAST,
