@@ -193,5 +193,6 @@ def _joined(charts: Charts, owner: str, parts: Mapping[str, Tensor], like: Mappi
 def _in_chart(tensor: Tensor, added: Chart, sign: int = 1) -> Tensor:
     if isinstance(added, str):
         return (POSITIVE[added].function if sign > 0 else POSITIVE[added].inverse)(tensor)
-    numbers = torch.tensor(added, dtype=tensor.dtype, device=tensor.device) if isinstance(added, tuple) else added
-    return tensor + sign * numbers
+    if isinstance(added, tuple):
+        return tensor + sign * torch.tensor(added, dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
+    return tensor + sign * added

@@ -1,16 +1,18 @@
 """Layers of published networks, each in several spellings; see ``spelling_cases.py``."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from found_spelling_cases import image_and_vector
 from helpers import of, parameter
 from spelling_cases import Function, Spelled, each, steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import leaky_relu as leaky
 
-L = nn.Linear
+L, C = nn.Linear, nn.Conv2d
 
 
 # ---- members of a BatchEnsemble: a matrix of gains before and after a shared layer
@@ -291,7 +293,106 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# The weights of two layers, made by one.
+GENERATED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "twice": lambda s, z: [s.g(own).view(-1, 4, 4) for own in (z, z.tanh())],
+    "stacked": lambda s, z: s.g(torch.stack([z, z.tanh()], 1)).view(-1, 2, 4, 4).unbind(1),
+    "samples": lambda s, z: s.g(torch.cat([z, z.tanh()])).unflatten(-1, (4, 4)).chunk(2),
+    "matmul": lambda s, z: [(own @ s.g.weight.mT + s.g.bias).unflatten(1, (4, 4)) for own in (z, z.tanh())],
+}
+
+
+def two_layers(makes: Callable[[Any, Tensor], Any]) -> Spelled:
+    def forward(s: Any, x: Tensor, z: Tensor) -> Tensor:
+        h = leaky(s.p(x))
+        for w in makes(s, z):
+            h = torch.tanh(torch.einsum("boi,bi->bo", w, h))
+        return s.o(h)  # type: ignore[no-any-return]
+
+    return forward
+
+
+FAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda w, made: w + w * made,
+    "product": lambda w, made: w * (1 + made),
+    "addcmul": lambda w, made: torch.addcmul(w, w, made),
+    "numbers": lambda w, made: (made + torch.ones(4, 6, dtype=w.dtype)) * w,
+}
+
+# Rows of weights that a layer makes of learned vectors.
+LEARNED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "einsum": lambda s, x: torch.einsum("bi,koi->bko", x, s.g(s.e).view(5, 4, 6)),
+    "loop": lambda s, x: torch.stack([F.linear(x, s.g(own).view(4, 6)) for own in s.e], 1),
+    "rows": lambda s, x: torch.stack([F.linear(x, own) for own in s.g(s.e).unflatten(1, (4, 6))], 1),
+}
+
+# Kernels that a layer makes for each image.
+FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "windows": lambda w, x: torch.einsum("bchwij,bocij->bohw", x.unfold(2, 2, 1).unfold(3, 2, 1), w),
+    "loop": lambda w, x: torch.cat([F.conv2d(x[i : i + 1], w[i]) for i in range(len(w))]),
+    "groups": lambda w, x: F.conv2d(x.reshape(1, -1, 4, 4), w.reshape(-1, 3, 2, 2), groups=len(x)).view(-1, 4, 3, 3),
+}
+
+# Two layers make a matrix: one of them its rows, the other its columns.
+STAGES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda s, a, h: torch.einsum("bi,bio->bo", h, s.c(a.view(-1, 3, 4))),
+    "matmul": lambda s, a, h: (h[:, None] @ s.c(a.unflatten(-1, (3, 4)))).flatten(1),
+    "sum": lambda s, a, h: (h[..., None] * (a.view(-1, 3, 4) @ s.c.weight.t() + s.c.bias)).sum(1),
+}
+
+# Shares of experts, of which the two best are chosen.
+BEST: dict[str, Callable[[Tensor], Tensor]] = {
+    "shares": lambda g: torch.zeros_like(g).scatter(-1, g.topk(2).indices, g.topk(2).values.softmax(-1)),
+    "low numbers": lambda g: torch.full_like(g, -math.inf).scatter(-1, g.topk(2)[1], g.topk(2)[0]).softmax(-1),
+    "least": lambda g: g.masked_fill(g < g.topk(2).values[..., -1:], -math.inf).softmax(-1),
+    "not less": lambda g: torch.where(g >= g.topk(2, -1)[0][..., 1, None], g, -math.inf).softmax(-1),
+    "one hot": lambda g: (F.one_hot(g.topk(2).indices, 3) * g.topk(2).values.softmax(-1)[..., None]).sum(-2),
+}
+
+
+def chosen(shares: Callable[[Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.relu(torch.einsum("bi,kji->bkj", x, s.u))
+        return torch.einsum("bk,bkj,koj->bo", shares(s.g(x)), h, s.v)
+
+    return forward
+
+
+# Linear attention to earlier steps: q, k, v of shape (samples, heads, steps, units).
+EARLIER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "triangle": lambda q, k, v: torch.tril(q @ k.mT) @ v,
+    "sums": lambda q, k, v: torch.einsum("bhtc,bhtcd->bhtd", q, torch.einsum("bhtc,bhtd->bhtcd", k, v).cumsum(2)),
+    "sums of columns": lambda q, k, v: ((v[..., None] * k[..., None, :]).cumsum(2) @ q[..., None])[..., 0],
+    "mask": lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(6, 6).triu(1).bool(), 0) @ v,
+}
+
+
+def linear_attention(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelled:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (own.unflatten(-1, (2, 3)).transpose(1, 2) for own in (F.elu(s.q(x)), F.elu(s.k(x)), s.v(x)))
+        return s.o(read(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    return forward
+
+
 PUBLISHED: dict[str, Function] = {
+    "the best of experts": Function({"g": of(L, 6, 3), "u": parameter(3, 4, 6), "v": parameter(3, 5, 4)}, vectors, 19,
+        each(BEST, chosen), samples=200),
+    "linear attention to earlier steps": Function({name: of(L, 8, 6) for name in "qkv"} | {"o": of(L, 6, 5)},
+        steps(8, 6), 18, each(EARLIER, linear_attention), samples=60),
+    "two layers from one": Function({"p": of(L, 6, 4), "g": of(L, 5, 16), "o": of(L, 4, 3)}, two_vectors, 0,
+        each(GENERATED, two_layers), samples=80),
+    "fast weights": Function({"w": parameter(4, 6), "g": of(L, 5, 24), "o": of(L, 4, 3)}, two_vectors, 24, each(FAST,
+        lambda made: lambda s, x, z: s.o(torch.tanh(torch.einsum("boi,bi->bo", made(s.w, s.g(z).view(-1, 4, 6)), x)))),
+        samples=100),
+    "weights of learned vectors": Function({"e": parameter(5, 3), "g": of(L, 3, 24), "o": of(L, 4, 3)}, vectors, 12,
+        each(LEARNED, lambda made: lambda s, x: s.o(torch.tanh(made(s, x)))), samples=80),
+    "kernels that a layer makes": Function({"p": of(C, 2, 3, 1), "g": of(L, 5, 48), "o": of(C, 4, 2, 1)},
+        image_and_vector, 0, each(FILTERS, lambda made: lambda s, x, z: s.o(torch.tanh(made(s.g(z).view(-1, 4, 3, 2, 2),
+        torch.tanh(s.p(x)))))), samples=80),
+    "matrices that two layers make": Function({"p": of(L, 6, 3), "a": of(L, 5, 12), "c": of(L, 4, 4),
+        "o": of(L, 4, 3)}, two_vectors, 0, each(STAGES,
+        lambda made: lambda s, x, z: s.o(torch.tanh(made(s, torch.tanh(s.a(z)), torch.tanh(s.p(x)))))), samples=80),
     "ones beside inputs": Function({"a": of(L, 7, 5, bias=False), "n": of(nn.LayerNorm, 5), "o": of(L, 5, 6)}, vectors,
         29, each(ONES, lambda join: lambda s, x: s.o(s.n(s.a(join(x)))))),
     "ones beside units": Function({"a": of(L, 6, 5), "b": of(L, 6, 7, bias=False)}, vectors, 30, each(ONES,

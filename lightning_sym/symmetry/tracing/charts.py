@@ -28,7 +28,7 @@ def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
             factors = [given for given in product.node.args[:2] if given is not own.node]
             if place == at or not own.added or len(factors) != 1 or not isinstance(factors[0], fx.Node):
                 continue
-            if r.shape(own.node) == r.shape(node):
+            if r.shape(product.node) == r.shape(node):
                 new = r.insert(aten.mul.Tensor, own.node, r.insert(aten.add.Tensor, factors[0], 1.0))
                 return summed(r, new, [term for other, term in enumerate(terms) if other not in (at, place)])
     return None

@@ -7,7 +7,7 @@ for each axis of the matrix.
 import contextlib
 import math
 import string
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ _MOVES = operations(Trait.MOVE)
 _REGROUPS = operations(Trait.REGROUP)
 _OF_ONE = operations(Trait.CAST | Trait.POINTWISE)
 _PRODUCTS = {"linear", "matmul", "einsum"}
+_KERNELS = operations(Trait.CONVOLVE)
 _ALONG = operations(Trait.CAST | Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.SOFTMAX)
 
 
@@ -54,49 +55,73 @@ def shape_layers(capture: Capture, whole: Collection[str], kept: Collection[str]
     """
     r = Rewriter(capture, kept)
     changed = False
-    for node in [own for own in capture.graph.nodes if r.name(own) in ("linear", "embedding")]:
-        tensors: list[Any] = [node.args[1], argument(node, 2, "bias")] if r.name(node) == "linear" else [node.args[0]]
-        if all(own is None or _is_free(capture, own, node, whole) for own in tensors):
+    layers: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in capture.graph.nodes:
+        if (name := r.name(node)) in ("linear", "embedding"):
+            read = [node.args[1], argument(node, 2, "bias")] if name == "linear" else [node.args[0]]
+            layers.setdefault((name, *(own for own in read if own is not None)), []).append(node)
+    for (_, *tensors), nodes in layers.items():
+        if all(_is_free(capture, own, nodes, whole) for own in tensors):
             with contextlib.suppress(NoSpellingError):
-                changed |= _shape_layer(r, node, [own for own in tensors if own is not None])
+                changed |= _shape_layers(r, nodes, tensors)
     return changed
 
 
-def _is_free(capture: Capture, tensor: fx.Node, reader: fx.Node, whole: Collection[str]) -> bool:
-    """Whether a tensor is a parameter that only one layer reads and that has neither pieces nor other coordinates."""
+def _is_free(capture: Capture, tensor: fx.Node, readers: Sequence[fx.Node], whole: Collection[str]) -> bool:
+    """Whether only some layers read a tensor, a parameter without pieces."""
     name = capture.states.get(tensor)
-    if name is None or list(tensor.users) != [reader] or not tensor.meta["val"].is_contiguous():
+    if name is None or {*tensor.users} != {*readers} or not tensor.meta["val"].is_contiguous():
         return False
-    return name not in {*whole, *capture.buffers, *capture.charts, *capture.pieces}
+    return name not in {*whole, *capture.buffers, *capture.pieces}
 
 
-def _shape_layer(r: Rewriter, node: fx.Node, tensors: Sequence[fx.Node]) -> bool:
+def _shape_layers(r: Rewriter, nodes: Sequence[fx.Node], tensors: Sequence[fx.Node]) -> bool:
     """Replace a layer that makes weights by one layer for each part of its outputs; return whether it makes any.
 
     Args:
         r: The rewriter.
-        node: The layer, or the reader of a table.
+        nodes: All calls of the layer, or readers of a table.
         tensors: The weight and, if any, the bias of the layer, or the table.
     """
-    shape, size = r.shape(node), r.shape(node)[-1]
-    if not 0 < math.prod(shape) < _MOST or not _makes_weights(r, node, torch.arange(size).expand(shape)):
+    size, makes = r.shape(nodes[0])[-1], False
+    for node in nodes:
+        shape = r.shape(node)
+        if not 0 < math.prod(shape) < _MOST:
+            return False
+        makes = makes or _makes_weights(r, node, torch.arange(size).expand(shape))
+    if not makes:
         return False
-    _views_first(r, node)
-    parts = _parts(r, node, torch.arange(math.prod(shape)).reshape(shape), size) or {}
-    alone = sorted(set(parts.values()))
+    parts: dict[fx.Node, dict[fx.Node, _Part]] = {}
+    for node in nodes:
+        _views_first(r, node)
+        shape = r.shape(node)
+        numbers, rows = torch.arange(math.prod(shape)).reshape(shape), math.prod(shape[:-1])
+        parts[node] = _parts(r, node, numbers, size, rows) or {}
+    alone = sorted({part for own in parts.values() for part in own.values()})
     if [0, *(part.stop for part in alone)] != [*(part.start for part in alone), size]:
         return False
-    r.at = node
     pieces: dict[fx.Node, dict[fx.Node, Piece]] = {own: {} for own in tensors}
-    made = {part: _made(r, node, part, pieces) for part in alone}
-    r.unmark(node)  # its entries are no longer units on one axis
-    for read, part in parts.items():
-        r.at = read
-        r.replace(read, r.insert(aten.reshape.default, made[part], list(r.shape(read))))
+    for node, own in parts.items():
+        r.at = node
+        made = {part: _made(r, node, part, pieces) for part in dict.fromkeys(own.values())}
+        r.unmark(node)  # its entries are no longer units on one axis
+        for read, part in own.items():
+            r.at = read
+            r.replace(read, r.insert(aten.reshape.default, made[part], list(r.shape(read))))
     r.erase_unread()
-    for tensor, own in pieces.items():
-        cut_at(r.capture, tensor, {read: [*read.users] for read in own}, own)
+    for tensor, known in pieces.items():
+        _chart_pieces(r.capture, tensor, known.values())
+        cut_at(r.capture, tensor, {read: [*read.users] for read in known}, known)
     return True
+
+
+def _chart_pieces(capture: Capture, tensor: fx.Node, pieces: Iterable[Piece]) -> None:
+    """Give the pieces of a tensor its coordinates, as 1 + w."""
+    chart = capture.charts.pop(capture.states[tensor], 0.0)
+    for piece in pieces:
+        part = chart[piece.start : piece.stop] if isinstance(chart, tuple) else chart
+        if part != 0.0:
+            capture.charts[piece.name] = part
 
 
 def _made(r: Rewriter, node: fx.Node, part: _Part, pieces: dict[fx.Node, dict[fx.Node, Piece]]) -> fx.Node:
@@ -132,7 +157,7 @@ def _views_first(r: Rewriter, node: fx.Node) -> None:
                 r.replace(view, r.insert(function.target, own, *function.args[1:], **function.kwargs))
 
 
-def _parts(r: Rewriter, node: fx.Node, numbers: Tensor, size: int) -> dict[fx.Node, _Part] | None:
+def _parts(r: Rewriter, node: fx.Node, numbers: Tensor, size: int, rows: int) -> dict[fx.Node, _Part] | None:
     """Return the last views of a layer's outputs that hold a range of them in order, each with the range.
 
     Args:
@@ -140,15 +165,16 @@ def _parts(r: Rewriter, node: fx.Node, numbers: Tensor, size: int) -> dict[fx.No
         node: The layer, or a view of its outputs.
         numbers: The number of each entry of the view among all entries of the outputs.
         size: The number of outputs.
+        rows: The number of rows of outputs.
 
     Returns:
         The views; None if a reader of this view has no other view, and this one holds no range.
     """
     found: dict[fx.Node, _Part] = {}
     for view, further in _views(r, node, numbers):
-        below = None if further is None else _parts(r, view, further, size)
+        below = None if further is None else _parts(r, view, further, size, rows)
         if below is None:
-            own = _range(numbers, size)
+            own = _range(numbers, size, rows)
             if own is None:
                 return None
             below = {node: own}
@@ -167,19 +193,20 @@ def _views(r: Rewriter, node: fx.Node, numbers: Tensor) -> Iterator[tuple[fx.Nod
             yield user, further
 
 
-def _range(numbers: Tensor, size: int) -> _Part | None:
+def _range(numbers: Tensor, size: int, rows: int) -> _Part | None:
     """Return the range that a view holds of every row of outputs; None if it moves or omits rows."""
     shape = tuple(numbers.shape)
-    rows = int(numbers.reshape(-1)[-1]) // size + 1 if numbers.numel() else 0
     at = next((at for at in reversed(range(len(shape))) if math.prod(shape[:at]) == rows), None)
-    if at is None:
+    if at is None or not numbers.numel():
         return None
     part = _Part(int(numbers.reshape(-1)[0]), shape[at:])
     wanted = torch.arange(rows)[:, None] * size + torch.arange(part.start, part.stop)
     return part if part.stop <= size and torch.equal(numbers.reshape(rows, -1), wanted) else None
 
 
-def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node] | None = None) -> bool:
+def _makes_weights(
+    r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node] | None = None, *, inner: bool = False
+) -> bool:
     """Whether a value multiplies a view of outputs as a matrix of weights: one axis is summed, another one is new.
 
     Args:
@@ -187,26 +214,44 @@ def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node
         node: The view.
         places: The output that each entry of the view holds.
         seen: Views that were looked at before; grows.
+        inner: Whether another layer makes one of these axes.
     """
     seen = set() if seen is None else seen
     for view, further in _views(r, node, places):
         if view in seen:
             continue
+        varying = [bool((places != places.narrow(axis, 0, 1)).any()) for axis in range(places.ndim)]
         if further is None and r.name(view) in _ALONG and r.shape(view) == tuple(places.shape):
             further = places
         if further is not None:
             seen.add(view)
-            if _makes_weights(r, view, further, seen):
+            if _makes_weights(r, view, further, seen, inner=inner):
+                return True
+        elif r.name(view) in _KERNELS and view.args[1] is node and r.made_of(view.args[0]) == "inputs":
+            if (any if inner else all)(varying[:2]):
                 return True
         elif r.name(view) in _PRODUCTS and (equation := equation_of(view)) is not None:
             *terms, out = letters_of(equation)
             given: Any = view.args[1] if r.name(view) == "einsum" else view.args[:2]
             for at, own in enumerate(given):
-                if own is not node or r.made_of(given[1 - at]) != "inputs":
+                if own is not node:
                     continue
-                varying = {
-                    letter for axis, letter in enumerate(terms[at]) if bool((places != places.narrow(axis, 0, 1)).any())
-                }
-                if varying - {*out} and varying & {*out} - {*terms[1 - at]}:
-                    return True
+                told = {letter for letter, varies in zip(terms[at], varying, strict=True) if varies}
+                gone, kept = told - {*out}, told & {*out}
+                if r.made_of(given[1 - at]) == "inputs":
+                    if (any if inner else all)((gone, kept - {*terms[1 - at]})):
+                        return True
+                elif gone and kept:
+                    further = _kept(places, terms[at], out, r.shape(view))
+                    if _makes_weights(r, view, further, seen, inner=True):
+                        return True
     return False
+
+
+def _kept(places: Tensor, term: str, out: str, shape: Sequence[int]) -> Tensor:
+    """Return the places of outputs along the axes that a contraction keeps, in its result's shape."""
+    for axis in reversed([axis for axis, letter in enumerate(term) if letter not in out]):
+        places = places.select(axis, 0)
+    left = [letter for letter in term if letter in out]
+    places = places.permute([left.index(letter) for letter in out if letter in left])
+    return places[tuple(slice(None) if letter in left else None for letter in out)].expand(shape)

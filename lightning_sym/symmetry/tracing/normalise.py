@@ -76,13 +76,14 @@ from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask, without_common
+from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.segments import spread_edges
+from lightning_sym.symmetry.tracing.selections import read_sums, softmax
 from lightning_sym.symmetry.tracing.sums import (
     gathered,
     normalised,
@@ -430,7 +431,7 @@ def _of_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    return _zeros(r, node) or matmul(r, node)
+    return _zeros(r, node) or read_sums(r, node) or matmul(r, node)
 
 
 # Biases.
@@ -654,6 +655,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
-    "softmax": without_common,
+    "softmax": softmax,
     **REWRITES,
 }

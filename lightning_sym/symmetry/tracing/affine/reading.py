@@ -1,7 +1,7 @@
 """Constants of a capture, and the parts of the network's tensors that operations read."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
-from lightning_sym.symmetry.tracing.nodes import written_by
+from lightning_sym.symmetry.tracing.nodes import ancestors, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
@@ -148,7 +148,11 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
     """
     for constants in captures:
         for node, name in constants.capture.states.items():
-            if name in system.movable and len(system.shape(name)) > 1 and is_contracted(node):
+            if (
+                name in system.movable
+                and len(system.shape(name)) > 1
+                and _is_contracted(node, constants.capture.states)
+            ):
                 system.weights.add(name)
     reached: dict[str, list[Tensor]] = {}
     for constants in captures:
@@ -166,24 +170,33 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
             system.partial[name] = frozenset(axes)
 
 
-def is_contracted(node: fx.Node) -> bool:
+def _is_contracted(node: fx.Node, states: Mapping[fx.Node, str]) -> bool:
     """Whether a parameter, perhaps after moves, is contracted with another value."""
     for user in node.users:
-        if _contracts(user, node):
+        if _contracts(user, node, states):
             return True
-        if (name_of(user) in MOVES | operations(Trait.CAST) or name_of(user) == "getitem") and is_contracted(user):
+        if name_of(user) in MOVES | operations(Trait.CAST) | {"getitem"} and _is_contracted(user, states):
             return True
     return False
 
 
-def _contracts(node: fx.Node, given: fx.Node) -> bool:
+def _contracts(node: fx.Node, given: fx.Node, states: Mapping[fx.Node, str]) -> bool:
     """Whether an operation contracts a parameter with another value."""
     name = name_of(node)
     if name in {"linear"} | operations(Trait.CONVOLVE):
         return given is node.args[1]
     if name == "embedding":
         return given is node.args[0]
-    return name in operations(Trait.CONTRACT)
+    if name not in operations(Trait.CONTRACT):
+        return False
+    first, *others = node.all_input_nodes
+    # Of two factors made of parameters the second is the weight, as in a linear layer.
+    return first is not given or not all(_is_made_of(own, states) for own in others)
+
+
+def _is_made_of(node: fx.Node, states: Mapping[fx.Node, str]) -> bool:
+    """Whether a value depends on parameters only."""
+    return all(own in states for own in ancestors(node) if own.op == "placeholder")
 
 
 def _by_axis(system: System, name: str) -> bool:
