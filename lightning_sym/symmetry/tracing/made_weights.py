@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.pieces import cut_at
@@ -204,9 +205,7 @@ def _makes_weights(r: Rewriter, node: fx.Node, places: Tensor, seen: set[fx.Node
             for at, own in enumerate(given):
                 if own is not node or r.made_of(given[1 - at]) != "inputs":
                     continue
-                varying = {
-                    letter for axis, letter in enumerate(terms[at]) if bool((places != places.narrow(axis, 0, 1)).any())
-                }
+                varying = {letter for axis, letter in enumerate(terms[at]) if varies(places, axis)}
                 if varying - {*out} and varying & {*out} - {*terms[1 - at]}:
                     return True
     return False
