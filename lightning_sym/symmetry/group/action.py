@@ -448,38 +448,38 @@ class Action:
         structure = self.structure
         mixed = {slot.offset for slot in structure.slots if self.acts_by_matrices(slot)}
         regrouped = structure.charts.only_moving
+        powers = dict(_POWERS)
+        if isinstance(optimizer, torch.optim.RMSprop):
+            powers["momentum_buffer"] = 0.0  # an average of gradients divided by their size
+        # By name, separately for a second parameter that shares its memory, and by entry of the state.
+        weights: dict[int, dict[str, Tensor]] = {}
+        found: dict[tuple[int, str], dict[str, Tensor]] = {}
+        for parameter in (own for group in optimizer.param_groups for own in group["params"]):
+            name = names.get(parameter)
+            state = optimizer.state.get(parameter, {})
+            _require_known(state, parameter, powers, moves=name in structure.moving)
+            if name not in structure.moving or not state:
+                continue
+            parts = structure.charts.names_of(name)
+            if any(slot.offset in mixed for part in parts for slot in structure.slots_of.get(part, ())):
+                raise ValueError(
+                    f"a dense matrix mixes {name}, under which no optimiser's state is carried (second moments "
+                    "cannot be); expected an element with mixing=False, or an optimiser without state"
+                )
+            twin = sum(name in own for own in weights.values())
+            weights.setdefault(twin, {})[name] = parameter.detach()
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    found.setdefault((twin, key), {})[name] = value
         moved: list[tuple[Tensor, Tensor]] = []
-        for group in optimizer.param_groups:
-            powers = dict(_POWERS)
-            if isinstance(optimizer, torch.optim.RMSprop):
-                powers["momentum_buffer"] = 0.0  # an average of gradients divided by their size
-            found: dict[str, dict[str, Tensor]] = {}  # by entry of the state and name of the parameter
-            weights: dict[str, Tensor] = {}
-            for parameter in group["params"]:
-                name = names.get(parameter)
-                state = optimizer.state.get(parameter, {})
-                _require_known(state, parameter, powers, moves=name in structure.moving)
-                if name not in structure.moving or not state:
-                    continue
-                own = structure.charts.names_of(name)
-                if any(slot.offset in mixed for part in own for slot in structure.slots_of.get(part, ())):
-                    raise ValueError(
-                        f"a dense matrix mixes {name}, under which no optimiser's state is carried (second moments "
-                        "cannot be); expected an element with mixing=False, or an optimiser without state"
-                    )
-                weights[name] = parameter.detach()
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                        found.setdefault(key, {})[name] = value
-            before = charted(weights, regrouped)
-            for key, values in found.items():
-                parts = charted(values, regrouped)
-                new = [
-                    (part, self._carried(held, part, powers[key], before[part]))
-                    for part, held in parts.items()
-                    if part in structure.slots_of
-                ]
-                moved += [(values[name], value) for name, value in uncharted(new, regrouped, values)]
+        for (twin, key), values in found.items():
+            before = charted(weights[twin], regrouped)
+            new = [
+                (part, self._carried(held, part, powers[key], before[part]))
+                for part, held in charted(values, regrouped).items()
+                if part in structure.slots_of
+            ]
+            moved += [(values[name], value) for name, value in uncharted(new, regrouped, values)]
         for value, changed in moved:  # only now, so that an error leaves the state unchanged
             value.copy_(changed)
 

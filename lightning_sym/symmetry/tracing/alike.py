@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.nodes import argument, memories_of
-from lightning_sym.symmetry.tracing.operations import name_of
+from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.pieces import renew
 
 aten = torch.ops.aten
@@ -205,7 +205,7 @@ def _share(capture: Capture, nodes: Sequence[fx.Node]) -> None:
 def reads_members(capture: Capture) -> bool:
     """Whether the network still reads members of a stack one by one, so that all have common units."""
     return any(
-        name_of(user) in ("select", "slice", "unbind", "split", "chunk") and argument(user, 1, "dim", 0) == 0
+        name_of(user) in operations(Trait.PARTS) | {"select", "slice"} and argument(user, 1, "dim", 0) == 0
         for node, name in capture.states.items()
         if name in capture.stacks
         for user in node.users

@@ -16,8 +16,8 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 aten = torch.ops.aten
 _MOST = 64  # operations of a branch
 _LARGE = 2**22  # elements of a value that are numbered
-_ELEMENTWISE = {"neg", "where", "masked_fill", "mT", "eq", "ne", "lt", "le", "gt", "ge", "logical_not"} | operations(
-    Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
+_ELEMENTWISE = {"neg", "where", "masked_fill", "mT", "eq", "ne", "logical_not"} | operations(
+    Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST | Trait.ORDER
 )
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 # The number of axis arguments that follow the value.
