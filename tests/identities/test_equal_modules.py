@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_sym.curvature import canonical_operator
+from lightning_sym.landscape import removable_units
+from lightning_sym.reports.symmetry import SymmetryMeter
 from lightning_sym.symmetry import (
     Symmetry,
     activation_matching,
     canonicalize,
+    center_writers,
     orbit_distance,
     orbit_tangents,
     trace_symmetry,
@@ -314,3 +317,36 @@ def test_tangents_come_in_the_order_of_the_parameters() -> None:
     data = inputs, torch.zeros(20, 3, dtype=torch.float64)
     operator, across, _ = canonical_operator(symmetry, network, data, nn.functional.mse_loss)
     assert across.dimension == operator.size - symmetry.dimension
+
+
+def test_norms_of_modules_can_be_folded() -> None:
+    """Modules with norms keep their places, as no norm is known in a stack."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 6)) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(part(x) for part in self.parts)  # type: ignore[return-value]
+
+    network, _, symmetry = traced(Sum(), torch.randn(7, 5))
+    assert {norm.module for norm in symmetry.norms} == {"parts.0.1", "parts.1.1"}
+    center_writers(symmetry, network)
+
+
+def test_units_of_exchanged_modules_can_be_removed() -> None:
+    network, (inputs,), symmetry = traced(Experts(GATED["slices"], nn.ReLU), torch.randn(20, 9))
+    units = removable_units(network, inputs)
+    assert {f"experts.{at}.0" for at in range(3)} <= units.sizes.keys()
+    with pytest.raises(ValueError, match="elements exchange their modules"):
+        removable_units(network, inputs, symmetry=symmetry)
+
+
+def test_nothing_is_conserved_if_an_exchanged_module_is_frozen() -> None:
+    network = Experts(GATED["slices"], nn.ReLU)
+    assert SymmetryMeter(network, torch.randn(7, 9)).kinds["experts.{0,1,2}.0"].conserved
+    network.experts[1].requires_grad_(False)
+    assert not SymmetryMeter(network, torch.randn(7, 9)).kinds["experts.{0,1,2}.0"].conserved

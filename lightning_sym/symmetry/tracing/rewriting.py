@@ -403,7 +403,9 @@ class Rewriter:
         for node in list(self.graph.nodes):
             target = node.target
             value, views = node.meta.get("val"), self.name(node) in operations(Trait.MOVE | Trait.PARTS)
-            if not self.name(node) or (not isinstance(value, Tensor) and (views or not isinstance(value, (list, tuple)))):
+            if not self.name(node) or (
+                not isinstance(value, Tensor) and (views or not isinstance(value, (list, tuple)))
+            ):
                 continue
             if isinstance(target, torch._ops.OpOverload) and (
                 target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
