@@ -11,11 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from lightning_sym.curvature import canonical_operator
+from lightning_sym.landscape import removable_units
+from lightning_sym.reports.symmetry import SymmetryMeter
 from lightning_sym.symmetry import (
     Symmetry,
     activation_matching,
     canonicalize,
+    center_writers,
     orbit_distance,
+    orbit_tangents,
     trace_symmetry,
     weight_matching,
 )
@@ -257,3 +262,91 @@ def test_activations_of_exchanged_modules_have_no_names() -> None:
     network, (inputs,), symmetry = traced(Heads(), torch.randn(2, 4, 8))
     with pytest.raises(ValueError, match="exchange=False"):
         activation_matching(symmetry, network, network, [inputs])
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64])
+def test_heads_with_equal_integer_masks(kind: torch.dtype) -> None:
+    network = Heads()
+    for head in network.heads:
+        head.tril = head.tril.to(kind)
+    network, (inputs,), symmetry = traced(network, torch.randn(2, 4, 8))
+    assert symmetry.log10_permutations == pytest.approx(factorials(3))
+    moved = symmetry.act(symmetry.sample(), network)
+    assert torch.allclose(moved(inputs), network(inputs), atol=1e-12)
+    for at in range(3):
+        other = copy.deepcopy(moved)
+        other.get_buffer(f"heads.{at}.tril").fill_(1)
+        with pytest.raises(ValueError, match=r"the constant buffer heads\.\d\.tril holds other values"):
+            symmetry.act(symmetry.sample(), other)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_modules_with_other_constants_stay(persistent: bool) -> None:
+    class Part(nn.Module):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 6)
+            numbers = torch.arange(5).roll(at) if persistent else torch.arange(5.0) + at
+            self.register_buffer("numbers", numbers, persistent=persistent)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[:, self.numbers] if persistent else x * self.numbers
+            return self.two(torch.tanh(self.one(x)))  # type: ignore[no-any-return]
+
+    class Sum(nn.Module):
+        def __init__(self, shifts: Sequence[int]) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Part(at) for at in shifts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(part(x) for part in self.parts)  # type: ignore[return-value]
+
+    for shifts, permutations in (((1, 1), factorials(8, 2)), ((1, 2), factorials(4, 4))):
+        network, (inputs,), symmetry = traced(Sum(shifts), torch.randn(7, 5))
+        assert symmetry.log10_permutations == pytest.approx(permutations)
+        assert torch.allclose(symmetry.act(symmetry.sample(), network)(inputs), network(inputs), atol=1e-12)
+
+
+def test_tangents_come_in_the_order_of_the_parameters() -> None:
+    network, (inputs,), symmetry = traced(Experts(GATED["slices"], nn.ReLU), torch.randn(20, 9))
+    tangents = orbit_tangents(symmetry, network)
+    assert tangents.names == tuple(name for name, _ in network.named_parameters())
+    network(inputs).square().sum().backward()
+    gradient = torch.cat([own.grad.flatten() for own in network.parameters() if own.grad is not None])
+    assert float(tangents.along(gradient).abs().max()) < 1e-12 * float(gradient.abs().max())
+    data = inputs, torch.zeros(20, 3, dtype=torch.float64)
+    operator, across, _ = canonical_operator(symmetry, network, data, nn.functional.mse_loss)
+    assert across.dimension == operator.size - symmetry.dimension
+
+
+def test_norms_of_modules_can_be_folded() -> None:
+    """Modules with norms keep their places, as no norm is known in a stack."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 6)) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(part(x) for part in self.parts)  # type: ignore[return-value]
+
+    network, _, symmetry = traced(Sum(), torch.randn(7, 5))
+    assert {norm.module for norm in symmetry.norms} == {"parts.0.1", "parts.1.1"}
+    center_writers(symmetry, network)
+
+
+def test_units_of_exchanged_modules_can_be_removed() -> None:
+    network, (inputs,), symmetry = traced(Experts(GATED["slices"], nn.ReLU), torch.randn(20, 9))
+    units = removable_units(network, inputs)
+    assert {f"experts.{at}.0" for at in range(3)} <= units.sizes.keys()
+    with pytest.raises(ValueError, match="elements exchange their modules"):
+        removable_units(network, inputs, symmetry=symmetry)
+
+
+def test_nothing_is_conserved_if_an_exchanged_module_is_frozen() -> None:
+    network = Experts(GATED["slices"], nn.ReLU)
+    assert SymmetryMeter(network, torch.randn(7, 9)).kinds["experts.{0,1,2}.0"].conserved
+    network.experts[1].requires_grad_(False)
+    assert not SymmetryMeter(network, torch.randn(7, 9)).kinds["experts.{0,1,2}.0"].conserved
