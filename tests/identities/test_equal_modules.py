@@ -368,19 +368,3 @@ def test_all_other_sets_are_exchanged_beside_one_that_cannot_be() -> None:
     network = Sets()
     _, _, symmetry = traced(network, torch.randn(7, 3))
     assert len(symmetry.structure.charts.stacks) == 5 * 4
-
-
-def test_tangents_of_positive_gains() -> None:
-    """A gain that the network reads as exp(w) has its place among the parameters."""
-
-    class Gain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 3)
-            self.gain = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.two(torch.relu(self.one(x)) * self.gain.exp())  # type: ignore[no-any-return]
-
-    _, _, symmetry = traced(Gain(), torch.randn(7, 5))
-    assert symmetry.nullity == symmetry.dimension == 8
