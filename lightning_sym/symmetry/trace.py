@@ -22,7 +22,7 @@ from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.gained import Known
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
-from lightning_sym.symmetry.tracing.alike import Role, reads_members
+from lightning_sym.symmetry.tracing.alike import Role, read_apart
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels
@@ -125,25 +125,35 @@ def trace_symmetry(
         derive = functools.partial(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
-        captures = _exchanging(trace, captures, derive) if exchange else captures
+        captures, known = _exchanging(trace, captures, derive) if exchange else (captures, None)
+
+        def begin(found: Sequence[Capture]) -> Symmetry:
+            return known if known is not None and found is captures else derive(found)
+
         prove = check and not tensors.weightless
         return (
-            proven(network, captures, trace, derive, tolerance, whole=shifts and nullity) if prove else derive(captures)
+            proven(network, captures, trace, begin, tolerance, whole=shifts and nullity) if prove else begin(captures)
         )
 
 
 def _exchanging(
     trace: Tracer, captures: Sequence[Capture], derive: Callable[[Sequence[Capture]], Symmetry]
-) -> Sequence[Capture]:
-    """Return captures that read equal modules as stacks, where the group then has more elements and loses none."""
+) -> tuple[Sequence[Capture], Symmetry | None]:
+    """Return captures that read equal modules as stacks, where the group then has more elements and loses none.
+
+    Returns:
+        The captures, and their symmetry if it was derived.
+    """
     best: Symmetry | None = None
+    apart: set[Role] = set()
 
     def attempt(sets: Sequence[Sequence[Role]]) -> Sequence[Capture] | None:
         nonlocal best
         kept, new = trace.stacked, [*trace.stacked, *(role for roles in sets for role in roles)]
         trace.stacked = new
         found = [trace(captured.call) for captured in captures]
-        if not any(reads_members(captured) for captured in found):
+        apart.update(*(read_apart(captured) for captured in found))
+        if not apart & {*new}:
             trace.stacked = kept
             best = best or derive(captures)
             trace.stacked = new
@@ -157,11 +167,14 @@ def _exchanging(
         return None
 
     sets = trace.alike or []
-    if sets and (found := attempt(sets)) is not None:
-        return found
+    found = attempt(sets) if sets else None
+    if found is None and apart and (sets := [roles for roles in sets if apart.isdisjoint(roles)]):
+        found = attempt(sets)
+    if found is not None:
+        return found, best
     for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
         captures = attempt([one]) or captures
-    return captures
+    return captures, best
 
 
 @contextlib.contextmanager

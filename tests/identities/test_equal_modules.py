@@ -350,3 +350,21 @@ def test_nothing_is_conserved_if_an_exchanged_module_is_frozen() -> None:
     assert SymmetryMeter(network, torch.randn(7, 9)).kinds["experts.{0,1,2}.0"].conserved
     network.experts[1].requires_grad_(False)
     assert not SymmetryMeter(network, torch.randn(7, 9)).kinds["experts.{0,1,2}.0"].conserved
+
+
+def test_all_other_sets_are_exchanged_beside_one_that_cannot_be() -> None:
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            gated = [nn.Sequential(nn.Linear(3, 4), nn.GLU(), nn.Linear(2, 3)) for _ in range(2)]
+            others = [nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)) for _ in range(10)]
+            self.parts = nn.ModuleList([*gated, *others])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for at in range(0, 12, 2):
+                x = torch.tanh(self.parts[at](x) + self.parts[at + 1](x))
+            return x
+
+    network = Sets()
+    _, _, symmetry = traced(network, torch.randn(7, 3))
+    assert len(symmetry.structure.charts.stacks) == 5 * 4

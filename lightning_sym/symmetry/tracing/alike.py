@@ -131,7 +131,7 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
     in_order = [tuple(capture.states[node] for node in nodes) for nodes in roles.values()]
     order = {name: at for at, name in enumerate(capture.states.values())}
     # The normal form has no operation for all branches instead of these.
-    single = any(name_of(node) == "batch_norm" or "::" in name_of(node) for node in inside)
+    single = any(name_of(node) in operations(Trait.NORM) or "::" in name_of(node) for node in inside)
     if not apart or not weights or single:
         return None
     first = min(in_order, key=lambda role: min(order[name] for name in role))
@@ -202,14 +202,15 @@ def _share(capture: Capture, nodes: Sequence[fx.Node]) -> None:
     capture.marks[:] = [mark for mark in capture.marks if mark.node not in others]
 
 
-def reads_members(capture: Capture) -> bool:
-    """Whether the network still reads members of a stack one by one, so that all have common units."""
-    return any(
-        name_of(user) in operations(Trait.PARTS) | {"select", "slice"} and argument(user, 1, "dim", 0) == 0
+def read_apart(capture: Capture) -> set[Role]:
+    """Return the stacks of which the network still reads members one by one, so that all have common units."""
+    return {
+        capture.stacks[name]
         for node, name in capture.states.items()
         if name in capture.stacks
         for user in node.users
-    )
+        if name_of(user) in ("select", "slice", "unbind", "split", "chunk") and argument(user, 1, "dim", 0) == 0
+    }
 
 
 def stack_name(members: Role) -> str:
