@@ -243,6 +243,16 @@ def test_optimisers_follow_exchanged_modules(optimiser: type[Any]) -> None:
         assert torch.allclose(state.state[parameter][key], factor * parameter.grad, atol=1e-10)
 
 
+def test_an_optimiser_of_some_members_is_refused() -> None:
+    network, (inputs,), symmetry = traced(Experts(GATED["slices"]), torch.randn(7, 9))
+    network.experts[1].requires_grad_(False)  # type: ignore[index, union-attr]
+    state = torch.optim.SGD((own for own in network.parameters() if own.requires_grad), lr=0.1, momentum=0.9)
+    network(inputs).square().sum().backward()
+    state.step()
+    with pytest.raises(ValueError, match=r"the optimiser holds no momentum_buffer of experts\.1"):
+        symmetry.act(symmetry.sample(), network, inplace=True, optimizer=state)
+
+
 def test_one_member_of_a_stack_is_not_enough() -> None:
     network, _, symmetry = traced(Experts(GATED["slices"]), torch.randn(7, 9))
     some = {name: own for name, own in network.state_dict().items() if not name.startswith("experts.1")}

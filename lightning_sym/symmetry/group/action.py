@@ -473,6 +473,13 @@ class Action:
                     found.setdefault((twin, key), {})[name] = value
         moved: list[tuple[Tensor, Tensor]] = []
         for (twin, key), values in found.items():
+            for members in regrouped.stacks.values():
+                lacking = [own for own in members if own not in values]
+                if 0 < len(lacking) < len(members):
+                    raise ValueError(
+                        f"elements exchange {', '.join(members)}, and the optimiser holds no {key} of "
+                        f"{', '.join(lacking)}; expected that of all, or trace_symmetry(..., exchange=False)."
+                    )
             before = charted(weights[twin], regrouped)
             new = [
                 (part, self._carried(held, part, powers[key], before[part]))
