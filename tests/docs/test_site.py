@@ -27,7 +27,9 @@ def pages_of(entry: Any) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert pages - set(listed) == set(), "add these pages to nav in mkdocs.yml"
+    assert sorted(listed) == sorted(pages), "nav in mkdocs.yml names a page twice, or one that does not exist"
 
 
 def test_every_page_is_linked_from_another() -> None:
@@ -35,7 +37,8 @@ def test_every_page_is_linked_from_another() -> None:
     for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             linked.add((page.parent / target).resolve())
-    assert [page.name for page in DOCS.rglob("*.md") if page.resolve() not in linked and page.name != "index.md"] == []
+    alone = [page.name for page in DOCS.rglob("*.md") if page.resolve() not in linked and page.name != "index.md"]
+    assert alone == [], "link to these pages from another page"
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: re.findall(r"\*\*\[([^\]]+)", card)[0])
