@@ -34,7 +34,8 @@ class RunSummary(ModelSummary):
 
 def trained(task: Any) -> str:
     """Return the network, the number of members and of parameters that are trained, and the task."""
-    size = sum(one.numel() for one in task.parameters() if one.requires_grad and not is_lazy(one))
+    own = [one for name, one in task.named_parameters() if name != "nothing"]  # which tasks without training have
+    size = sum(one.numel() for one in own if one.requires_grad and not is_lazy(one))
     members = len(getattr(task, "numbers", ()))
     here = len(getattr(task, "population", ()))
     parts = [

@@ -34,6 +34,7 @@ UNITS = {
 }
 _MOST_ROWS = 40  # on the terminal
 _MOST_PANELS = 12
+_LIST = 40  # characters of a list on one line
 # The first group is blue; vermilion are those that differ from it.
 _ROLES = {"first": {"color": "#0072b2"}, "differs": {"color": "#d55e00"}, "open": {"color": "#1b1b1b"}}
 _DOTS = Chart(
@@ -407,7 +408,7 @@ def _of_units(names: Sequence[str], units: Mapping[str, str]) -> list[str]:
 
 
 def _lines(text: str) -> str:
-    return text.replace(", ", ",\n") if len(text) > 16 and not text.startswith("[") else text
+    return text.replace(", ", ",\n") if len(text) > (_LIST if text.startswith("[") else 16) else text
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

@@ -27,6 +27,7 @@ from guides import (
     option_commands,
     providers,
     python_folders,
+    settings,
     source_files,
 )
 from helpers import assert_refused, one_in
@@ -169,6 +170,17 @@ def test_every_folder_in_a_docstring_is_one_that_a_recipe_makes() -> None:
     found = {folder for file in source_files() for folder in docstring_folders(file)}
     assert found  # there are some
     assert {folder.removesuffix("/zoo") for folder in found} <= set(HOMES)
+
+
+def test_runs_that_a_page_compares_have_numbers_in_common() -> None:
+    found = [
+        one for page in PAGES for one in re.findall(r"lightning-sym compare ((?:runs/[\w-]+ ?){2,})", page.read_text())
+    ]
+    assert found  # there are some
+    for folders in map(str.split, found):
+        assert set(folders) <= set(HOMES), folders
+        tasks = {settings(HOMES[folder])["model"]["class_path"] for folder in folders}
+        assert len(tasks) == 1, f"{folders}: {tasks}"
 
 
 OPENED = 'from lightning_sym.zoo import ModelZoo\nzoo = ModelZoo.open("runs/zoo-mnist5k/zoo")\n'

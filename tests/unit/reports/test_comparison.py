@@ -157,6 +157,14 @@ def test_only_common_numbers_are_compared_and_the_others_are_said():
     assert_refused(compare_runs, [a], says=("two or more runs that have ended, got ", "a alone"))
 
 
+def test_long_lists_leave_room_for_the_names_of_settings():
+    maps = ", ".join(f'"group(euclidean,{number})"' for number in range(4))
+    runs = [run(name, {"loss": 1.0}, options={"model.channels_last": f"[{maps}]{name}"}) for name in ("a", "b")]
+    text = printed(compare_runs(runs).show)
+    assert "model.channels_last" in text
+    assert text.count("setting ") == 1  # one table holds both runs
+
+
 def test_many_rows_groups_and_long_names_fit_on_80_columns():
     numbers = {f"details/test_penalty/some_long_site{n}/doubly_stochastic": n / 7 for n in range(50)}
     runs = [

@@ -259,7 +259,7 @@ def test_images_without_classes_have_no_selectivity():
 
 
 def test_the_lines_at_the_start_of_a_run_name_the_task():
-    assert trained(DissectionTask({"a": "b"})) == "DissectionTask: 1 trained parameter (DissectionTask)"
+    assert trained(DissectionTask({"a": "b"})) == "DissectionTask: 0 trained parameters (DissectionTask)"
 
 
 @pytest.mark.parametrize(
