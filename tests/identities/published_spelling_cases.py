@@ -375,7 +375,20 @@ def linear_attention(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelle
     return forward
 
 
+# A rectifier of each unit and of its negative.
+BOTH_SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "joined": lambda h: torch.cat([F.relu(h), F.relu(-h)], -1),
+    "together": lambda h: F.relu(torch.cat([h, -h], -1)),
+    "clamped": lambda h: torch.cat([h.clamp(min=0), -h.clamp(max=0)], -1),
+    "least": lambda h: torch.cat([h.clamp_min(0), h.neg().clamp_min(0)], -1),
+    "stack": lambda h: torch.stack([h, -h], 1).relu().flatten(1),
+    "sizes": lambda h: torch.cat([h.abs() + h, h.abs() - h], -1) / 2,
+}
+
+
 PUBLISHED: dict[str, Function] = {
+    "rectifiers of both signs": Function({"a": of(L, 6, 4), "b": of(L, 8, 5)}, vectors, 4,
+        each(BOTH_SIGNS, lambda both: lambda s, x: s.b(both(s.a(x)))), samples=100),
     "the best of experts": Function({"g": of(L, 6, 3), "u": parameter(3, 4, 6), "v": parameter(3, 5, 4)}, vectors, 19,
         each(BEST, chosen), samples=200),
     "linear attention to earlier steps": Function({name: of(L, 8, 6) for name in "qkv"} | {"o": of(L, 6, 5)},

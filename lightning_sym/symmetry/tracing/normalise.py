@@ -135,6 +135,17 @@ def _spell(rewriter: Rewriter) -> None:
         rewriter.share()
 
 
+def _clamped(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a value clamped at 0 from one side by rectifiers."""
+    low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    low, high = (None, low) if r.name(node) == "clamp_max" else (low, high)
+    if high is None and r.number(low) == 0:
+        return r.insert(aten.relu.default, node.args[0])
+    if low is not None or r.number(high) != 0:
+        return None
+    return r.insert(aten.neg.default, r.insert(aten.relu.default, r.insert(aten.neg.default, node.args[0])))
+
+
 # Operations that equal two others.
 
 
@@ -645,6 +656,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
     "stack": _stack,
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamped),
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,

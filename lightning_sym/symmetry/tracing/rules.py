@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._library.custom_ops import CustomOpDef
 
 from lightning_sym.symmetry.groups import intertwiner_group
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.values import Value, values_in
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
@@ -202,6 +202,8 @@ def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: 
 def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
     if group.dense:
         return value
+    if value.labels and not group.signs and _reads_negative(trace.node):
+        trace.note("reads units and their negatives; the group has no sign changes that exchange the two")
     return trace.elementwise(
         value,
         positive_scales=group.positive_scales,
@@ -210,6 +212,23 @@ def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
         even=group.even,
         offset=group.offset,
     )
+
+
+def _reads_negative(node: fx.Node) -> bool:
+    """Whether one function reads a value and its negative, perhaps joined or moved."""
+    moves = operations(Trait.MOVE | Trait.CAT)
+    origins = node.all_input_nodes[:1]
+    for own in origins:
+        origins += [given for given in own.all_input_nodes if name_of(own) in moves and given not in origins]
+    for negative in (own for own in origins if name_of(own) == "neg"):
+        found = [negative.all_input_nodes[0]]
+        for own in found:
+            for user in own.users:
+                alike = user.target is node.target and user.args[1:] == node.args[1:]
+                if alike and (own in origins or user is not node):
+                    return True
+                found += [user] * (name_of(user) in moves and user not in found)
+    return False
 
 
 def passes_offset(target: Any) -> bool:
