@@ -397,7 +397,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
     while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
         sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
-    if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
+    if r.name(value) != "one_hot" or not isinstance(value, fx.Node):
         return None
     place = value.args[0]
     if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
@@ -410,7 +410,8 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return None
         operation = aten.sum.dim_IntList if r.name(total) == "sum" else aten.mean.dim
         rows = r.insert(operation, rows, axes, argument(total, 2, "keepdim", False))
-    return rows
+    bias = argument(node, 2, "bias")
+    return rows if bias is None else r.insert(aten.add.Tensor, rows, bias)
 
 
 def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:

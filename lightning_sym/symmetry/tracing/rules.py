@@ -215,20 +215,31 @@ def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
 
 
 def _reads_negative(node: fx.Node) -> bool:
-    """Whether one function reads a value and its negative, perhaps joined or moved."""
+    """Whether one function reads a value and its negative, perhaps joined or moved, and both results stay apart."""
     moves = operations(Trait.MOVE | Trait.CAT)
     origins = node.all_input_nodes[:1]
     for own in origins:
         origins += [given for given in own.all_input_nodes if name_of(own) in moves and given not in origins]
     for negative in (own for own in origins if name_of(own) == "neg"):
-        found = [negative.all_input_nodes[0]]
-        for own in found:
-            for user in own.users:
-                alike = user.target is node.target and user.args[1:] == node.args[1:]
-                if alike and (own in origins or user is not node):
-                    return True
-                found += [user] * (name_of(user) in moves and user not in found)
+        found = _read_by(negative.all_input_nodes[0], moves)
+        alike = [own for own in found if own.target is node.target and own.args[1:] == node.args[1:]]
+        if any(own is node or not {*_sums(own)} & {*_sums(node)} for own in alike):
+            return True
     return False
+
+
+def _read_by(node: fx.Node, passed: Collection[str]) -> list[fx.Node]:
+    """Return the readers of a node, and of the results of readers with certain names."""
+    found = [*node.users]
+    for own in found:
+        found += [user for user in own.users if name_of(own) in passed and user not in found]
+    return found
+
+
+def _sums(node: fx.Node) -> list[fx.Node]:
+    """Return the sums that add a value, perhaps scaled."""
+    scaled = operations(Trait.MOVE | Trait.CAST | Trait.PRODUCT) | {"neg"}
+    return [own for own in _read_by(node, scaled) if name_of(own) in operations(Trait.JOIN)]
 
 
 def passes_offset(target: Any) -> bool:
