@@ -220,7 +220,7 @@ def _makes_weights(
     for view, further in _views(r, node, places):
         if view in seen:
             continue
-        varying = [bool((places != places.narrow(axis, 0, 1)).any()) for axis in range(places.ndim)]
+        varying = [bool(places.diff(dim=axis).any()) for axis in range(places.ndim)]
         if further is None and r.name(view) in _ALONG and r.shape(view) == tuple(places.shape):
             further = places
         if further is not None:
