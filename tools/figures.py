@@ -32,6 +32,7 @@ LONGEST = 3.0  # minutes of a run that is not selected by name
 # Versions of matplotlib's libraries draw letters slightly differently.
 _STEP = 32  # of 255: largest difference of an unchanged pixel
 _SHARE = 0.001  # largest share of changed pixels in an unchanged picture
+_TINT, _AREA = 8, 0.05  # a larger difference on a larger share of the pixels: an area has lost its tint
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,16 @@ def change(old: Path, new: Path) -> str | None:
     a, b = (np.asarray(Image.open(path).convert("RGB"), dtype=np.int16) for path in (old, new))
     if a.shape != b.shape:
         return f"changed: {b.shape[1]} x {b.shape[0]} pixels, before {a.shape[1]} x {a.shape[0]}"
-    share = float((np.abs(a - b).max(-1) > _STEP).mean())
-    return f"changed: {100 * share:.1f} % of the pixels" if share > _SHARE else None
+    by = np.abs(a - b).max(-1)
+    share, tinted = float((by > _STEP).mean()), float((by > _TINT).mean())
+    changed = max(share, tinted if tinted > _AREA else 0.0)
+    return f"changed: {100 * changed:.1f} % of the pixels" if changed > _SHARE else None
 
 
 def put(new: Path, old: Path) -> None:
     """Replace a picture by another one, with 256 colors if the difference is invisible: a third of the size."""
     image = Image.open(new).convert("RGB")
-    small = image.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    palette, corner = small.getpalette(), 3 * small.getpixel((0, 0))
-    palette[corner : corner + 3] = image.getpixel((0, 0))  # keep the background white
-    small.putpalette(palette)
+    small = image.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)  # keeps the colors of areas
     small.save(old, optimize=True)
     if change(old, new) is not None:
         shutil.copyfile(new, old)

@@ -68,7 +68,9 @@ class RemovableUnits:
                 )
             self.sizes[group.name], self._places[group.name] = group.size, tuple(places)
             cells = int(group.cells.max()) + 1
-            if not any(place.is_read for place in places):
+            if any(place.tensor in self._charts.stacks for place in places):
+                self._refuse(group.name, "elements exchange their modules (trace_symmetry(..., exchange=False))")
+            elif not any(place.is_read for place in places):
                 self._refuse(group.name, "no linear layer or convolution reads them")
             elif not group.movable or cells > 1:
                 self._refuse(group.name, "they belong to heads or groups, which have equally many units each")
@@ -338,7 +340,7 @@ def removable_units(network: nn.Module, example: Any, *, symmetry: Symmetry | No
         ValueError: If no unit can be removed; the message says why.
     """
     arguments = on_device_of(network, example if isinstance(example, tuple) else (example,))
-    symmetry = trace_symmetry(network, arguments) if symmetry is None else symmetry
+    symmetry = trace_symmetry(network, arguments, exchange=False) if symmetry is None else symmetry
     units = RemovableUnits(symmetry, network)
     units.check(network, arguments)
     if not units.sizes:

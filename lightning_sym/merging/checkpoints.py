@@ -382,8 +382,8 @@ def _alignment_of(
             largest, unchanged = _largest_change(symmetry, aligned, networks)
             if unchanged:
                 return symmetry, aligned, largest
-    # Any element may act.
-    symmetry = trace_symmetry(networks[0], example)
+    # Any element may act. Values inside exchanged modules have no names by which activations could be compared.
+    symmetry = trace_symmetry(networks[0], example, exchange=how != "activations")
     aligned = find(symmetry)
     return symmetry, aligned, _check_unchanged(symmetry, aligned, networks)
 

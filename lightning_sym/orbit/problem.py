@@ -12,7 +12,7 @@ from lightning_sym.orbit.directions import KINDS, OrbitDirections
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry import Element, Symmetry
-from lightning_sym.symmetry.charts import Charts, charted, uncharted
+from lightning_sym.symmetry.charts import charted, uncharted
 from lightning_sym.symmetry.group.factor import Factor, members
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.symmetry.views import FixedTensors
@@ -52,7 +52,7 @@ class OrbitProblem:
         self._fixed = FixedTensors(symmetry.tensors(network))
         self._parameters = {name for name, _ in network.named_parameters()}
         self._moving = set(symmetry.structure.moving)
-        self._pieces = Charts(pieces=symmetry.structure.charts.pieces)  # added numbers have no derivative
+        self._pieces = symmetry.structure.charts.only_moving  # added numbers have no derivative
         begun = objective.begun(self.view(symmetry.identity()), batches) if isinstance(objective, Objective) else None
         self._objective: Function = objective if begun is None else begun
 
@@ -101,6 +101,9 @@ class OrbitProblem:
                 "the objective has no derivative by weights that the group moves; expected a differentiable function "
                 "of the view's parameters."
             )
+        for names in self._pieces.stacks.values():  # the objective may read some of them
+            some = any(name in found for name in names)
+            found |= {name: torch.zeros_like(leaves[name]) for name in names if some and name not in found}
         weights = charted({**view.parameters, **view.buffers}, self.symmetry.structure.charts)
         pieces = charted(found, self._pieces)
         by_chart = {name: self.symmetry.structure.charts.slope(name, weights[name]) for name in pieces}

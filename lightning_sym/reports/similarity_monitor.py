@@ -100,7 +100,7 @@ class SimilarityMeter:
         features = features_of(network, sites, example)
         possible = list(measures) if measures is not None else [Measure("group"), Measure("cka_linear")]
         try:
-            symmetry = trace_symmetry(network, example, nullity=False)
+            symmetry = trace_symmetry(network, example, nullity=False, exchange=False)
             groups = [symmetry.channels(site) for site in sites]
         except ValueError as error:
             if measures is not None and any(measure.own_group for measure in measures):

@@ -97,12 +97,14 @@ class SymmetryMeter:
             for parameter in probe.parameters():
                 parameter.fill_(1.0)
             balances = balance(self.symmetry, probe)
+        charts = self.symmetry.structure.charts
         self.kinds: dict[str, GroupKind] = {}
         for group in self.symmetry.groups:
             found = balances[group.name]
             two_sided = bool((found.incoming > 0).all() and (found.outgoing > 0).all())
             # Gradient flow conserves nothing where a frozen parameter or a buffer, such as a gain, holds the scale.
-            free = (group.scales > 0 or group.dense) and fixed.isdisjoint(own.tensor for own in group.occurrences)
+            held = {name for own in group.occurrences for name in charts.held_in(own.tensor)}
+            free = (group.scales > 0 or group.dense) and fixed.isdisjoint(held)
             self.kinds[group.name] = GroupKind(group.size, two_sided, free)
 
     @torch.no_grad()

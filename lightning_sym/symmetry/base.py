@@ -110,6 +110,7 @@ class Symmetry(ElementGroup):
         self.architecture = Architecture(network, constants or {}, structure.moving)
         charts, held = structure.charts, self.architecture.layout  # each by its first name
         shapes = {piece.name: piece.shape for pieces in charts.pieces.values() for piece in pieces}
+        shapes |= {name: (len(members), *held[members[0]][0]) for name, members in charts.stacks.items()}
         self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             own: (shapes.get(own, shape), kind) for name, (shape, kind) in held.items() for own in charts.names_of(name)
         }
@@ -387,7 +388,8 @@ class Symmetry(ElementGroup):
         """Return a network's parameters and buffers as the group acts on them, by their first names.
 
         Where the network reads a parameter only as 1 + w, the value is 1 + w, in double precision. A parameter that
-        holds several layers gives the weights of each, as ``flat[40:48]``.
+        holds several layers gives the weights of each, as ``flat[40:48]``; the tensors of modules that elements
+        exchange are stacked, as ``experts.{0,1}.weight``.
 
         Args:
             network: A network of the traced architecture; it is not checked. Its tensors are not copied.
@@ -548,7 +550,8 @@ class Symmetry(ElementGroup):
             >>> spec.numbered()["2.weight"]
             (2, 0)
         """
-        return permutation_spec_of(self.groups, self.shapes, self.structure.blocks)
+        charts = self.structure.charts
+        return permutation_spec_of(self.groups, self.shapes, self.structure.blocks, charts.stacks)
 
     def _tapped(self, tap: Tap | str) -> Tap:
         if isinstance(tap, str) and tap not in self.taps:

@@ -1,4 +1,4 @@
-"""Coordinates for the group action: 1 + w or exp(w) if a network reads these, and the layers inside a flat parameter.
+"""Coordinates for the group action: 1 + w or exp(w), the layers inside a flat parameter, and stacks of equal modules.
 
 See docs/theory/intertwiners.md, 2.2.
 """
@@ -58,15 +58,26 @@ class Charts(NamedTuple):
         added: For each tensor, the number that the network adds on every read; or one number for each element of a
             vector; or the name of the function that it applies, of :data:`POSITIVE`.
         pieces: For each parameter that is read piece by piece, all its pieces. The group acts on each piece.
+        stacks: For each stack, the tensors of modules that elements exchange. The group acts on the stack.
     """
 
     added: Mapping[str, Chart] = {}
     pieces: Mapping[str, tuple[Piece, ...]] = {}
+    stacks: Mapping[str, tuple[str, ...]] = {}
 
     @property
     def owners(self) -> dict[str, str]:
         """A mapping from the name of each piece to the name of its parameter."""
         return {piece.name: name for name, pieces in self.pieces.items() for piece in pieces}
+
+    @property
+    def only_moving(self) -> "Charts":
+        """The pieces and stacks, without functions of the weights."""
+        return self._replace(added={})
+
+    def held_in(self, name: str) -> tuple[str, ...]:
+        """Return the network's tensors that hold a tensor on which the group acts."""
+        return self.stacks.get(name) or (self.owners.get(name, name),)
 
     def parts_of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the pieces of a tensor with a parameter's shape, with their names, as views if it is contiguous.
@@ -86,8 +97,10 @@ class Charts(NamedTuple):
         return POSITIVE[added].slope(value) if isinstance(added, str) else None
 
     def names_of(self, name: str) -> Sequence[str]:
-        """Return the names of a tensor's pieces; its own name if it is not read in pieces."""
-        return [piece.name for piece in self.pieces[name]] if name in self.pieces else [name]
+        """Return the names of a tensor's pieces, or of the stack that it is in; otherwise its own name."""
+        if name in self.pieces:
+            return [piece.name for piece in self.pieces[name]]
+        return [next((stack for stack, members in self.stacks.items() if name in members), name)]
 
 
 class _Charted(ConvertedTensors):
@@ -95,12 +108,22 @@ class _Charted(ConvertedTensors):
         super().__init__(tensors, torch.detach, [])
         self._charts, self._owners = charts, charts.owners
         self._names = dict.fromkeys(own for name in tensors for own in charts.names_of(name))
+        for name, members in charts.stacks.items():
+            lacking = [own for own in members if own not in tensors]
+            if name in self._names and lacking:
+                raise ValueError(
+                    f"elements exchange {', '.join(members)}, and {', '.join(lacking)} is not given; expected all of "
+                    "these tensors."
+                )
 
     def _made(self, name: str) -> Tensor:
-        owner = self._owners.get(name, name)
-        tensor = self._tensors[owner]
-        if owner != name:
-            tensor = dict(self._charts.parts_of(owner, tensor.detach()))[name]
+        members, owner = self._charts.stacks.get(name), self._owners.get(name, name)
+        if members:
+            tensor = torch.stack([self._tensors[own].detach() for own in members])
+        elif owner != name:
+            tensor = dict(self._charts.parts_of(owner, self._tensors[owner].detach()))[name]
+        else:
+            tensor = self._tensors[owner]
         added = self._charts.added.get(name)
         return tensor if added is None else _in_chart(tensor.detach().to(wide(tensor.device)), added)
 
@@ -113,10 +136,14 @@ def charted(tensors: Mapping[str, Tensor], charts: Charts) -> Mapping[str, Tenso
         charts: The added numbers and the pieces.
 
     Returns:
-        `tensors` itself if no chart applies; otherwise a mapping that computes pieces, and sums in double precision, on
-        access.
+        `tensors` itself if no chart applies; otherwise a mapping that computes pieces and stacks, and sums in double
+        precision, on access.
+
+    Raises:
+        ValueError: If some members of a stack are missing.
     """
-    return _Charted(tensors, charts) if any(name in tensors for own in charts for name in own) else tensors
+    applies = any(name in tensors for own in (charts.added, charts.pieces, *charts.stacks.values()) for name in own)
+    return _Charted(tensors, charts) if applies else tensors
 
 
 def uncharted(
@@ -135,11 +162,15 @@ def uncharted(
     owners, current, cut = charts.owners, "", set[str]()
     parts: dict[str, Tensor] = {}
     for name, tensor in named:
-        owner, added = owners.get(name, name), charts.added.get(name)
+        (owner, *_), added = charts.stacks.get(name) or (owners.get(name, name),), charts.added.get(name)
         held = tensor if added is None else _in_chart(tensor, added, -1).to(like[owner].dtype)
         if parts and owner != current:
             yield current, _joined(charts, current, parts, like)
             parts = {}
+        if name in charts.stacks:
+            for own, member in zip(charts.stacks[name], held, strict=True):
+                yield own, member.clone()  # memory of its own
+            continue
         if owner == name:
             yield name, held
             continue

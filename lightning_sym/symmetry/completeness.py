@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
-from lightning_sym.symmetry.tangents import OrbitTangents, tangents_at
+from lightning_sym.symmetry.tangents import tangents_at
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
@@ -579,7 +578,7 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     scale = sizes.clamp(min=1e-3 * float(sizes.max()))[counted]
     rows = rows[:, counted] / scale
     basis, values, _ = torch.linalg.svd(
-        scale[:, None] * _in_order(tangents, network, symmetry.structure.charts)[counted], full_matrices=False
+        scale[:, None] * torch.from_numpy(tangents.vectors.toarray())[counted], full_matrices=False
     )
     known = basis[:, : _rank(values)]
     further = _kernel(torch.cat([rows, known.T]))
@@ -630,20 +629,6 @@ def _kernel(rows: Tensor) -> Tensor:
         if not shifted:
             solved, shifted = torch.linalg.qr(torch.cat([triangle, torch.diag(10 * shift)]), mode="r").R, True
         width *= 4
-
-
-def _in_order(tangents: OrbitTangents, network: nn.Module, charts: Charts) -> Tensor:
-    """Return tangents in the order of the network's parameters. Shape (parameters, tangents)."""
-    parameters = dict(network.named_parameters())
-    counts = [own.numel() for own in parameters.values()]
-    numbers = torch.split(torch.arange(sum(counts), dtype=torch.float64), counts)
-    zeros = charted({name: torch.zeros_like(own) for name, own in parameters.items()}, charts)
-    number = {name: n.view(own.shape) for (name, own), n in zip(parameters.items(), numbers, strict=True)}
-    found = charted(number, charts)
-    places = torch.cat([(found[name] - zeros[name]).flatten() for name in tangents.names])
-    result = torch.zeros(sum(counts), tangents.vectors.shape[1], dtype=torch.float64)
-    result[places.round().long()] = torch.from_numpy(tangents.vectors.toarray())
-    return result
 
 
 def _names(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.affine.parts import Shown
 from lightning_sym.symmetry.tracing.capture import Mark
@@ -179,7 +179,7 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
 
 
 def _units_in(slots: Iterable[Slot]) -> Ints:
-    units = rising(np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in slots)]))
+    units = np.concatenate([np.zeros(0, np.int64), *(slot.unit.ravel() for slot in slots)])
     return units[units >= 0]
 
 

@@ -238,7 +238,7 @@ def write_moved(
     Args:
         shards: The checkpoint.
         named: The network's name of each tensor that the element moves or depends on.
-        moved: Yields the transformed tensors, in the given order.
+        moved: Yields the transformed tensors, in the given order, or earlier.
         moving: Names of the tensors to transform.
         out: A folder, or, for a single file, the new file.
 
@@ -261,6 +261,7 @@ def write_moved(
     with new_folder(folder, names) as scratch:
         results = moved(_Weights(shards, {name: places[name] for name in order}))
         written: dict[str, tuple[Path, int]] = {}
+        early: dict[str, Tensor] = {}
         for file in shards.files:
             with file.open("rb") as old, (scratch / target[file]).open("xb") as new:
                 _copy(old, new, 8 + int.from_bytes(old.read(8), "little"), begin=0)
@@ -275,7 +276,7 @@ def write_moved(
                         with twin.open("rb") as opened:
                             _copy(opened, new, stored.end - stored.begin, begin=start)
                     else:
-                        _write(new, _next(results, name, stored, shards))
+                        _write(new, _take(results, early, name, stored, shards))
                         written[name] = (scratch / target[file], begin)
         if shards.index is not None:
             shutil.copyfile(shards.index, scratch / shards.index.name)
@@ -456,11 +457,21 @@ def _remove(folders: Iterable[Path]) -> None:
             path.rmdir()
 
 
-def _next(results: Iterator[tuple[str, Tensor]], name: str, stored: Stored, shards: Shards) -> Tensor:
-    """Return the next tensor, in its stored dtype."""
-    found, tensor = next(results)
-    assert found == name, f"{found} instead of {name}"
-    return _fitting(tensor, shards.read(stored).dtype, stored.key)
+def _take(
+    results: Iterator[tuple[str, Tensor]], early: dict[str, Tensor], name: str, stored: Stored, shards: Shards
+) -> Tensor:
+    """Return a transformed tensor in its stored dtype.
+
+    Args:
+        results: The tensors in the order of the file, except that those of one stack follow each other.
+        early: Earlier results that are still to be written. Changed.
+        name: The tensor's name.
+        stored: Its place in the old file.
+        shards: The old files.
+    """
+    while name not in early:
+        early.update([next(results)])
+    return _fitting(early.pop(name), shards.read(stored).dtype, stored.key)
 
 
 def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -46,7 +46,10 @@ class PermutationSpec:
 
 
 def permutation_spec_of(
-    groups: Sequence[AxisGroup], shapes: Mapping[str, tuple[int, ...]], blocks: Sequence[Ints]
+    groups: Sequence[AxisGroup],
+    shapes: Mapping[str, tuple[int, ...]],
+    blocks: Sequence[Ints],
+    stacks: Mapping[str, Sequence[str]],
 ) -> PermutationSpec:
     """Return the permutations that act on whole axes.
 
@@ -54,28 +57,38 @@ def permutation_spec_of(
         groups: The axis groups.
         shapes: Shapes of all parameters and buffers.
         blocks: Blocks of units that are permuted.
+        stacks: The stacked tensors of modules that elements exchange.
     """
+
+    def placed(tensor: str, axis: int) -> list[tuple[str, int]]:
+        return [(own, axis - 1) for own in stacks[tensor]] if tensor in stacks else [(tensor, axis)]
+
     in_blocks = np.unique(np.concatenate([np.zeros(0, np.int64), *(table.ravel() for table in blocks)]))
     perm_to_axes: dict[str, list[tuple[str, int]]] = {}
     sizes, left_out = {}, {}
     for group in groups:
-        if reason := _why_not(group, shapes, in_blocks):
+        if reason := _why_not(group, shapes, in_blocks, stacks):
             left_out[group.name] = reason
             continue
         sizes[group.name] = group.size
-        perm_to_axes[group.name] = list(dict.fromkeys((own.tensor, own.axis) for own in group.occurrences))
+        perm_to_axes[group.name] = [
+            *dict.fromkeys(place for own in group.occurrences for place in placed(own.tensor, own.axis))
+        ]
     names = {place: name for name, places in perm_to_axes.items() for place in places}
-    tensors = dict.fromkeys(own.tensor for group in groups for own in group.occurrences)
-    axes_to_perm = {
-        tensor: tuple(names.get((tensor, axis)) for axis in range(len(shapes[tensor]))) for tensor in tensors
-    }
+    held = dict.fromkeys(own.tensor for group in groups for own in group.occurrences)
+    ranks = {name: len(shapes[own]) - (own in stacks) for own in held for name, _ in placed(own, 0)}
+    axes_to_perm = {name: tuple(names.get((name, axis)) for axis in range(rank)) for name, rank in ranks.items()}
     return PermutationSpec(perm_to_axes, axes_to_perm, sizes, left_out)
 
 
-def _why_not(group: AxisGroup, shapes: Mapping[str, tuple[int, ...]], in_blocks: Ints) -> str:
+def _why_not(
+    group: AxisGroup, shapes: Mapping[str, tuple[int, ...]], in_blocks: Ints, stacks: Mapping[str, Sequence[str]]
+) -> str:
     """Return the reason why a group's permutations do not act on whole axes; empty if they do."""
     if not group.movable:
         return "its units keep their order"
+    if any(own.tensor in stacks and (own.axis == 0 or own.further) for own in group.occurrences):
+        return "elements exchange whole modules with it (trace_symmetry(..., exchange=False) keeps these in place)"
     if int(group.cells.max()) > 0 or np.isin(group.units.numpy(), in_blocks).any():
         return "its units are permuted inside blocks or with their blocks"
     order = group.occurrences[0].positions

@@ -541,8 +541,9 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
             are not finite are always replaced.
         generator: Where the noise comes from.
     """
-    variances = {slot.tensor for slot in symmetry.structure.slots if slot.kind == "variance"}
-    gains = {name for factor in symmetry.factors for name in factor.gains}
+    held = symmetry.structure.charts.held_in
+    variances = {own for slot in symmetry.structure.slots if slot.kind == "variance" for own in held(slot.tensor)}
+    gains = {own for factor in symmetry.factors for name in factor.gains for own in held(name)}
     constants, weights = constant_names(network), dict(network.named_parameters())
     pool = torch.randn(2 * _DRAWN, dtype=torch.float64, generator=generator)
     for name, tensor in state_tensors(network).items():

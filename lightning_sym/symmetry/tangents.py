@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.charts import charted
+from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
 # Directions this close to a combination of others, relative to their length, count as dependent.
@@ -21,7 +21,7 @@ class OrbitTangents:
     r"""The tangent space of a network's orbit, restricted to the space of its parameters.
 
     Attributes:
-        names: Names of the parameters, in the order of the vectors.
+        names: Names of the network's parameters, in their order, which is that of the vectors.
         vectors: One tangent of length 1 per column. Sparse, shape ``[P, d]``, float64.
         rank: Dimension of their span; less than d where units are dead or copies.
         generators: Number of all one-parameter groups, including those of `Symmetry.buffer_dimension`.
@@ -116,15 +116,28 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
     statistics = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)
-    vectors = (vectors[:, alive] @ sparse.diags(1 / lengths[alive])).tocsr()
+    names, places = _places_in(network, structure.charts)
+    vectors = (places @ vectors[:, alive] @ sparse.diags(1 / lengths[alive])).tocsr()
     values, rotation = np.linalg.eigh((vectors.T @ vectors).toarray())
     used = values > _DEPENDENT
     inverse = (rotation[:, used] / values[used]) @ rotation[:, used].T
     return OrbitTangents(
-        names=tuple(parameters),
+        names=names,
         vectors=vectors,
         rank=int(used.sum()),
         generators=symmetry.dimension + symmetry.buffer_dimension,
         statistics=statistics,
         _inverse=inverse,
     )
+
+
+def _places_in(network: nn.Module, charts: Charts) -> tuple[tuple[str, ...], sparse.csr_matrix]:
+    """Return the names of a network's parameters, and a matrix that brings pieces and stacks into their order."""
+    parameters = dict(network.named_parameters())
+    counts = [own.numel() for own in parameters.values()]
+    numbers = torch.split(torch.arange(sum(counts)), counts)
+    number = {name: n.view(own.shape) for (name, own), n in zip(parameters.items(), numbers, strict=True)}
+    parts = charted(number, charts.only_moving).values()
+    rows = torch.cat([part.flatten() for part in parts]).numpy() if number else np.zeros(0, np.int64)
+    shape = sum(counts), len(rows)
+    return tuple(parameters), sparse.csr_matrix((np.ones(len(rows)), (rows, np.arange(len(rows)))), shape)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.gained import Known
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
+from lightning_sym.symmetry.tracing.alike import Role, read_apart
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import find_labels
@@ -29,6 +30,8 @@ from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import namesakes
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tracer import Tracer
+
+_MOST_SETS = 4  # of equal modules that are tried one by one, if all together lose elements
 
 
 def trace_symmetry(
@@ -40,6 +43,7 @@ def trace_symmetry(
     shifts: bool = True,
     check: bool = True,
     nullity: bool = True,
+    exchange: bool = True,
     tolerance: float | None = None,
     cuts: Cuts | None = None,
     output: str | int | None = None,
@@ -77,6 +81,9 @@ def trace_symmetry(
         nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
             with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
             that the group misses (docs/theory/tracing.md, 8.5).
+        exchange: Whether elements exchange modules with equal operations: experts, heads, members of an ensemble
+            (docs/theory/tracing.md, 4). The tensors of such modules are then stacked, and values inside them have no
+            names. Otherwise every module keeps its place.
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or more if the
             network rounds to a lower precision (1.2e-4 for float32).
         cuts: The network's :meth:`~lightning_sym.networks.Network.cuts`, if values that cross them need hook points.
@@ -111,17 +118,63 @@ def trace_symmetry(
         check_network(network)
         tensors = Tensors.of(network)
         examples = examples if tensors.weightless else on_device_of(network, examples)
-        trace = Tracer(network, cuts, tensors.fixed)
+        trace = Tracer(network, cuts, tensors.fixed, tensors.kept)
         captures = trace.agreeing(captures_of(examples, trace))
         for note in tensors.cut(captures).unused(captures):
             warnings.warn(note, stacklevel=2)
         derive = functools.partial(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
+        captures, known = _exchanging(trace, captures, derive) if exchange else (captures, None)
+
+        def begin(found: Sequence[Capture]) -> Symmetry:
+            return known if known is not None and found is captures else derive(found)
+
         prove = check and not tensors.weightless
         return (
-            proven(network, captures, trace, derive, tolerance, whole=shifts and nullity) if prove else derive(captures)
+            proven(network, captures, trace, begin, tolerance, whole=shifts and nullity) if prove else begin(captures)
         )
+
+
+def _exchanging(
+    trace: Tracer, captures: Sequence[Capture], derive: Callable[[Sequence[Capture]], Symmetry]
+) -> tuple[Sequence[Capture], Symmetry | None]:
+    """Return captures that read equal modules as stacks, where the group then has more elements and loses none.
+
+    Returns:
+        The captures, and their symmetry if it was derived.
+    """
+    best: Symmetry | None = None
+    apart: set[Role] = set()
+
+    def attempt(sets: Sequence[Sequence[Role]]) -> Sequence[Capture] | None:
+        nonlocal best
+        kept, new = trace.stacked, [*trace.stacked, *(role for roles in sets for role in roles)]
+        trace.stacked = new
+        found = [trace(captured.call) for captured in captures]
+        apart.update(*(read_apart(captured) for captured in found))
+        if not apart & {*new}:
+            trace.stacked = kept
+            best = best or derive(captures)
+            trace.stacked = new
+            symmetry = derive(found)
+            more = symmetry.log10_permutations > best.log10_permutations + 1e-9
+            before, after = ((own.dimension, own.signs, len(own.norms), -len(own.notes)) for own in (best, symmetry))
+            if more and all(old <= new for old, new in zip(before, after, strict=True)):
+                best = symmetry
+                return found
+        trace.stacked = kept
+        return None
+
+    sets = trace.alike or []
+    found = attempt(sets) if sets else None
+    if found is None and apart and (sets := [roles for roles in sets if apart.isdisjoint(roles)]):
+        found = attempt(sets)
+    if found is not None:
+        return found, best
+    for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
+        captures = attempt([one]) or captures
+    return captures, best
 
 
 @contextlib.contextmanager

@@ -127,7 +127,13 @@ class PairTask(ZooUserTask):
         """The symmetry of the networks; traced when it is first asked for."""
         number = self.pairs[0][0]
         first = self.member(number)
-        return trace_symmetry(first, example_input(self.model_zoo, number, first, self.data))
+        example = example_input(self.model_zoo, number, first, self.data)
+        return trace_symmetry(first, example, exchange=not self.by_activations)
+
+    @property
+    def by_activations(self) -> bool:
+        """Whether the task compares activations: values inside modules that elements exchange have no names."""
+        return False
 
 
 def given_network(network: object, allow: Sequence[str] | None) -> Network:

@@ -173,6 +173,11 @@ class CurveTask(PairTask):
             if self._trainer is not None:  # now, as Lightning makes members on its own device
                 self.end(pair, self.matched)
 
+    @property
+    def by_activations(self) -> bool:
+        """Whether members are aligned by their activations."""
+        return self.matched == "activations"
+
     def end(self, pair: Pair, matched: Matched) -> Network:
         """Return the second member of a pair, moved along its orbit to be like the first; to be called on every rank.
 

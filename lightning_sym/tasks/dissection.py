@@ -163,7 +163,7 @@ class DissectionTask(UntrainedTask):
             network = zoo.load(number)
             example = example_input(zoo, number, network, data)
             if self.controls and name not in symmetries:
-                symmetries[name] = trace_symmetry(network, example, nullity=False)
+                symmetries[name] = trace_symmetry(network, example, nullity=False, exchange=False)
             if kind == "untrained":
                 network = network.fresh(number)
             channels = shape_of_maps(network, site, example)[1]

@@ -293,7 +293,7 @@ class MatchingTask(PairTask):
             for number, (pair, method) in enumerate(self.trainings):
                 if method is not None:
                     self.elements[pair][method] = self._start[number] = self.elements[pair]["weights"]
-            if set(self.methods) & {"activations", "activations_weights"}:
+            if self.by_activations:
                 self._moments = {pair: self._new_moments(pair) for pair in self.pairs}
         self.population.started = {
             number: self._moved(self.trainings[number][0], start) for number, start in self._start.items()
@@ -322,6 +322,11 @@ class MatchingTask(PairTask):
     def _new_moments(self, pair: Pair) -> ActivationMoments:
         a, b = map(self.member, pair)
         return ActivationMoments(self.symmetry, a, b)
+
+    @property
+    def by_activations(self) -> bool:
+        """Whether a method matches by activations."""
+        return bool({*self.methods} & {"activations", "activations_weights"})
 
     def _match_activations(self) -> None:
         if self._moments is None:

@@ -193,7 +193,7 @@ class RashomonPruning(ZooUserTask):
         self.jobs = [(zoo.member(number).number, epsilon) for number in numbers for epsilon in self.settings]
         first = zoo.load(numbers[0])
         example = example_input(zoo, numbers[0], first, self.data)
-        self.symmetry = trace_symmetry(first, example, nullity=False)
+        self.symmetry = trace_symmetry(first, example, nullity=False, exchange=False)
         self.units = removable_units(first, example, symmetry=self.symmetry)
         if self.groups is not None:
             self.units.restrict(self.groups)

@@ -217,7 +217,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
             number = self._numbers(side)[0]
             network = networks[self._name(side, number)]
             example = example_input(zoo, number, network, data)
-            symmetry = trace_symmetry(network, example, nullity=False)
+            symmetry = trace_symmetry(network, example, nullity=False, exchange=False)
             sites, wanted = _layers(network, symmetry), self._sites[side]
             names = sites if wanted == "all" else [site_name(name, sites) for name in wanted]
             for name in names:

@@ -70,6 +70,23 @@ def test_a_picture_that_has_changed_is_told_from_one_that_was_rounded(tmp_path: 
     assert figures.change(tmp_path / "none.png", old) == "new"
 
 
+def test_areas_keep_their_tint(tmp_path: Path) -> None:
+    # 300 greys and a tint of stitching's logarithmic part, which differs from white by less than a step.
+    image = Image.new("RGB", (300, 40), (255, 255, 255))
+    image.paste((242, 242, 242), (0, 0, 300, 20))
+    for place in range(300):
+        image.putpixel((place, 39), (place % 256, place * 7 % 256, place * 13 % 256))
+    new, old, white = (tmp_path / f"{name}.png" for name in ("new", "old", "white"))
+    image.save(new)
+    figures.put(new, old)
+    kept = Image.open(old).convert("RGB")
+    assert kept.getpixel((5, 5)) == (242, 242, 242)
+    assert kept.getpixel((5, 30)) == (255, 255, 255)
+    image.paste((255, 255, 255), (0, 0, 300, 20))
+    image.save(white)
+    assert figures.change(white, new) == "changed: 50.0 % of the pixels"
+
+
 def test_a_run_replaces_the_pictures_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = tmp_path / "images"
     images.mkdir()

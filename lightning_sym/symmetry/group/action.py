@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
-from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAction
@@ -447,32 +447,48 @@ class Action:
         """
         structure = self.structure
         mixed = {slot.offset for slot in structure.slots if self.acts_by_matrices(slot)}
+        regrouped = structure.charts.only_moving
+        powers = dict(_POWERS)
+        if isinstance(optimizer, torch.optim.RMSprop):
+            powers["momentum_buffer"] = 0.0  # an average of gradients divided by their size
+        # By name, separately for a second parameter that shares its memory, and by entry of the state.
+        weights: dict[int, dict[str, Tensor]] = {}
+        found: dict[tuple[int, str], dict[str, Tensor]] = {}
+        for parameter in (own for group in optimizer.param_groups for own in group["params"]):
+            name = names.get(parameter)
+            state = optimizer.state.get(parameter, {})
+            _require_known(state, parameter, powers, moves=name in structure.moving)
+            if name not in structure.moving or not state:
+                continue
+            parts = structure.charts.names_of(name)
+            if any(slot.offset in mixed for part in parts for slot in structure.slots_of.get(part, ())):
+                raise ValueError(
+                    f"a dense matrix mixes {name}, under which no optimiser's state is carried (second moments "
+                    "cannot be); expected an element with mixing=False, or an optimiser without state"
+                )
+            twin = sum(name in own for own in weights.values())
+            weights.setdefault(twin, {})[name] = parameter.detach()
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                    found.setdefault((twin, key), {})[name] = value
         moved: list[tuple[Tensor, Tensor]] = []
-        for group in optimizer.param_groups:
-            powers = dict(_POWERS)
-            if isinstance(optimizer, torch.optim.RMSprop):
-                powers["momentum_buffer"] = 0.0  # an average of gradients divided by their size
-            for parameter in group["params"]:
-                name = names.get(parameter)
-                state = optimizer.state.get(parameter, {})
-                _require_known(state, parameter, powers, moves=name in structure.moving)
-                if name not in structure.moving or not state:
-                    continue
-                own = structure.charts.names_of(name)
-                if any(slot.offset in mixed for part in own for slot in structure.slots_of.get(part, ())):
+        for (twin, key), values in found.items():
+            for members in regrouped.stacks.values():
+                lacking = [own for own in members if own not in values]
+                if 0 < len(lacking) < len(members):
                     raise ValueError(
-                        f"a dense matrix mixes {name}, under which no optimiser's state is carried (second moments "
-                        "cannot be); expected an element with mixing=False, or an optimiser without state"
+                        f"elements exchange {', '.join(members)}, and the optimiser holds no {key} of "
+                        f"{', '.join(lacking)}; expected that of all, or trace_symmetry(..., exchange=False)."
                     )
-                for key, value in state.items():
-                    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.ndim == 0:
-                        continue
-                    weights = dict(structure.charts.parts_of(name, parameter.detach()))
-                    for part, held in structure.charts.parts_of(name, value):
-                        if part in structure.slots_of:
-                            moved.append((held, self._carried(held, part, powers[key], weights[part])))
-        for value, new in moved:  # only now, so that an error leaves the state unchanged
-            value.copy_(new)
+            before = charted(weights[twin], regrouped)
+            new = [
+                (part, self._carried(held, part, powers[key], before[part]))
+                for part, held in charted(values, regrouped).items()
+                if part in structure.slots_of
+            ]
+            moved += [(values[name], value) for name, value in uncharted(new, regrouped, values)]
+        for value, changed in moved:  # only now, so that an error leaves the state unchanged
+            value.copy_(changed)
 
     def _carried(self, held: Tensor, name: str, power: float, weight: Tensor) -> Tensor:
         """Transform an average of gradients of a tensor, by the chain rule if a function of its weights is scaled.

@@ -336,7 +336,10 @@ def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | 
         together(run)
         moments.reduce()
     if not min(moments.samples.values(), default=0):
+        hidden = bool(symmetry.structure.charts.stacks)
         raise ValueError(
-            "there are no activations; pass at least one batch, and a network with modules that show its units."
+            "there are no activations; pass at least one batch, and a network with modules that show its units"
+            + " (trace_symmetry(..., exchange=False) shows those of modules that elements exchange)." * hidden
+            + "." * (not hidden)
         )
     return moments

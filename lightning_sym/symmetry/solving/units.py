@@ -120,7 +120,12 @@ def merge_units(
 
 def place_key(where: Numbers, tag: Ints) -> Hashes:
     """Return a hash of places and tags."""
-    return mix(mix(where) ^ tag.astype(np.uint64))
+    return tagged(mix(where), tag)
+
+
+def tagged(place: Hashes, tag: Ints) -> Hashes:
+    """Return a hash of hashed places and tags."""
+    return mix(place ^ tag.astype(np.uint64))
 
 
 def _told_apart(
@@ -142,11 +147,12 @@ def _told_apart(
         New tags; and the roots of atoms that remain indistinguishable.
     """
     atom, number = root[raw], len(root)
+    place = mix(np.arange(len(offset) - 1))  # there are many positions at each
 
     def twice(tag: Ints) -> Bools:
         result = np.zeros(len(tag), bool)
         for part in parts(offset):
-            key = mix(place_key(where[part], tag[part]) ^ atom[part].astype(np.uint64))
+            key = mix(tagged(place[where[part]], tag[part]) ^ atom[part].astype(np.uint64))
             order = np.argsort(key)
             same = np.flatnonzero(key[order[1:]] == key[order[:-1]])
             result[part][order[same]] = result[part][order[same + 1]] = True
@@ -154,7 +160,7 @@ def _told_apart(
 
     again = twice(tag)
     if again.any():
-        seen = sum_by(raw, lambda part: place_key(where[part], tag[part]), number)
+        seen = sum_by(raw, lambda part: tagged(place[where[part]], tag[part]), number)
         one, two = (flat([pair[side] for pair in merges]) for side in (0, 1))
         for _ in range(3):  # colour refinement along merged atoms
             seen = mix(seen) + sum_by(one, mix(seen)[two], number) + sum_by(two, mix(seen)[one] * np.uint64(3), number)

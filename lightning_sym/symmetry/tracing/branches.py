@@ -1,5 +1,6 @@
 """Spell loops over parts in one way: equal operations on parts of a value become one operation on all parts."""
 
+import functools
 import string
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,12 +16,12 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 aten = torch.ops.aten
 _MOST = 64  # operations of a branch
 _LARGE = 2**22  # elements of a value that are numbered
-_ELEMENTWISE = {"neg", "where", "masked_fill", "mT"} | operations(
-    Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST
+_ELEMENTWISE = {"neg", "where", "masked_fill", "mT", "eq", "ne", "logical_not"} | operations(
+    Trait.POINTWISE | Trait.JOIN | Trait.PRODUCT | Trait.CAST | Trait.ORDER
 )
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 # The number of axis arguments that follow the value.
-_AXES = {"transpose": 2, "flatten": 2, "select": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
+_AXES = {"transpose": 2, "flatten": 2, "select": 1, "slice": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, merging the branches has no benefit.
 _CONVOLUTIONS = {name for name in operations(Trait.CONVOLVE) if "transpose" not in name}
@@ -51,13 +52,37 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of experts that run one after the other as one computation of all experts."""
-    if any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+    """Rewrite the sum of experts that run one after the other as one computation of all experts, plus other terms."""
+    if node.kwargs or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
     leaves, readers = r.leaves(node, {"add"})
-    leaves, readers = (leaves[1:], readers[1:]) if leaves[0] == 0 else (leaves, readers)  # initial term of Python's sum
-    if len(leaves) < 2 or node.kwargs or any(r.shape(leaf) != r.shape(node) for leaf in leaves):
+    rest: list[Any] = []
+    alike: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+    for leaf, reader in zip(leaves, readers, strict=True):
+        kind = r.name(leaf) if r.made_of(leaf) == "inputs" and r.shape(leaf) == r.shape(node) else ""
+        kind = kind or ("weights" if r.made_of(leaf) == "weights" else "")
+        if kind:
+            alike.setdefault(kind, []).append((leaf, reader))
+        elif leaf != 0:  # initial term of Python's sum
+            rest.append(leaf)
+    biases, count = alike.pop("weights", []), 0
+    total: list[fx.Node] = []
+    for several in alike.values():
+        parts, own = [leaf for leaf, _ in several], [reader for _, reader in several]
+        new = _experts(r, parts, own) if len(parts) > 1 else None
+        total += parts if new is None else [new]
+        count += new is not None
+    if not count:
         return None
+    parts = [leaf for leaf, _ in biases]
+    lifted = _Branches(r).lift(parts, [reader for _, reader in biases]) if len(parts) > 1 else None
+    apart = lifted is None or not lifted.along
+    total += [*(parts if apart else [r.insert(aten.sum.dim_IntList, lifted.node, [0])]), *rest]  # type: ignore[union-attr]
+    return functools.reduce(lambda one, two: r.insert(aten.add.Tensor, one, two), total)
+
+
+def _experts(r: Rewriter, leaves: Sequence[fx.Node], readers: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the sum of experts as one computation of all; None if they differ."""
     if (total := _summed_layers(r, leaves, readers)) is not None:
         return total
     branches = _Branches(r)
@@ -69,7 +94,10 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node]) -> fx.Node | None:
     """Return the sum of layers that read one head each as one product with the weights of all heads."""
-    if any(r.name(leaf) != "linear" or not r.only_for(leaf, own) for leaf, own in zip(leaves, readers, strict=True)):
+    name = r.name(leaves[0])
+    if name not in {"linear"} | _CONVOLUTIONS or any(r.name(leaf) != name for leaf in leaves):
+        return None
+    if any(not r.only_for(leaf, own) for leaf, own in zip(leaves, readers, strict=True)):
         return None
     place = {node: at for at, node in enumerate(r.graph.nodes)}
     leaves = sorted(leaves, key=place.__getitem__)  # as the branches were written
@@ -77,13 +105,35 @@ def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node
     values, weights = (branches.lift([leaf.args[at] for leaf in leaves], leaves) for at in (0, 1))
     if values is None or weights is None or not values.along or not weights.along or not branches.mixes:
         return None
-    letters = string.ascii_lowercase[: len(r.shape(leaves[0])) - 1]
-    equation = f"z{letters}x,zyx->{letters}y"
-    total: fx.Node = r.insert(aten.einsum.default, equation, [values.node, weights.node])
+    if name == "linear":
+        letters = string.ascii_lowercase[: len(r.shape(leaves[0])) - 1]
+        equation = f"z{letters}x,zyx->{letters}y"
+        total: fx.Node = r.insert(aten.einsum.default, equation, [values.node, weights.node])
+    elif (joint := _joint_convolution(r, leaves, values.node, weights.node)) is None:
+        return None
+    else:
+        total = joint
     for leaf in leaves:
         if (bias := argument(leaf, 2, "bias")) is not None:
             total = r.insert(aten.add.Tensor, total, bias)
     return total
+
+
+def _joint_convolution(r: Rewriter, leaves: Sequence[fx.Node], values: fx.Node, weights: fx.Node) -> fx.Node | None:
+    """Return the sum of convolutions as one convolution of the channels of all."""
+    first = leaves[0]
+    options = [leaf.args[3:] for leaf in leaves]
+    if any(own != options[0] for own in options) or len(options[0]) > 3 or any(leaf.kwargs for leaf in leaves):
+        return None  # in groups
+    if any(argument(leaf, 2, "bias") is not None for leaf in leaves):
+        return None
+    count, samples, channels, *sizes = r.shape(values)
+    if len(sizes) != spatial_axes_of(r.name(first)):
+        return None
+    flat = reshaped(r, r.insert(aten.movedim.int, values, 0, 1), [samples, count * channels, *sizes])
+    outputs, *kernel = r.shape(first.args[1])
+    held = reshaped(r, r.insert(aten.movedim.int, weights, 0, 1), [outputs, count * channels, *kernel[1:]])
+    return r.insert(first.target, flat, held, None, *options[0])
 
 
 def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
@@ -233,7 +283,8 @@ class _Branches:
     def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
         """Return a layer with separate weights per branch, on a common value or on outputs of such layers."""
         r, (value, weight, *bias) = self.r, args
-        if not weight.along or (value.along and value.node not in self.experts) or len(r.shape(weight.node)) != 3:
+        apart = value.along and value.node not in self.experts and not r.capture.stacks  # rows of heads
+        if not weight.along or apart or len(r.shape(weight.node)) != 3:
             return None
         rank = len(r.shape(node))
         turned = r.insert(aten.permute.default, weight.node, [0, 2, 1])

@@ -129,6 +129,7 @@ class Capture:
             number per element.
         pieces: By parameter that the network reads in pieces, these pieces, if the graph contains them instead of the
             parameter.
+        stacks: By stack that the graph contains instead of tensors of equal modules, these tensors.
         call: The captured call.
         rules: The operations and modules replaced by users' rules.
         told: Pairs (factor name, parameter name) that such rules passed to factors.
@@ -146,6 +147,7 @@ class Capture:
     buffers: frozenset[str] = frozenset()
     charts: dict[str, Chart] = field(default_factory=dict)
     pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    stacks: dict[str, tuple[str, ...]] = field(default_factory=dict)
     call: Call = field(default_factory=Call)
     rules: set[str] = field(default_factory=set)
     told: set[tuple[str, str]] = field(default_factory=set)

@@ -12,12 +12,6 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints
 _MOST = 2**20  # maximal entries of a parameter along axes that several of its slots share
 
 
-def _columns(variables: Ints, number: int) -> sparse.csr_matrix:
-    """Return a matrix (number, variables) with a one in each column, in the row of its variable."""
-    ones = np.ones(len(variables))
-    return sparse.csr_matrix((ones, (variables, np.arange(len(variables)))), shape=(number, len(variables)))
-
-
 def compress(root: Ints, factor: Floats) -> None:
     """Let every variable point to the end of its chain."""
     while True:
@@ -62,16 +56,15 @@ def solve(
     zero = np.zeros(number, bool)
     zero[zeros] = True
 
-    def substitution() -> sparse.csr_matrix:
-        """Write every variable as factor x root, or as zero."""
-        return sparse.csr_matrix(
-            (np.where(zero[root], 0.0, factor), root, np.arange(number + 1)), shape=(number, number)
-        )
+    def substituted(rows: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Write every variable of some rows as factor x root, or as zero."""
+        data, roots = rows.data * factor[rows.indices], root[rows.indices]
+        data[zero[roots]] = 0
+        return sparse.csr_matrix((data, roots, rows.indptr), rows.shape)
 
     definitions: list[tuple[Ints, sparse.csr_matrix]] = []
     while True:
-        data = np.where(zero[root], 0.0, factor)[rows.indices] * rows.data
-        rows = sparse.csr_matrix((data, root[rows.indices], rows.indptr), shape=rows.shape)
+        rows = substituted(rows)
         rows.sum_duplicates()
         rows = _tidied(rows, modulo_two)
         if not rows.shape[0]:
@@ -92,11 +85,21 @@ def solve(
     bound = zero[root] | (root != np.arange(number))
     for defined, _ in definitions:
         bound[defined] = True
-    forms = _columns(np.flatnonzero(~bound), number)
+    place = np.cumsum(~bound) - 1
+
+    def expressed(rows: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Write rows by the free variables: variables may have been merged, or found to be zero, since."""
+        rows = substituted(rows)
+        rows.eliminate_zeros()
+        placed = sparse.csr_matrix((rows.data, place[rows.indices], rows.indptr), (rows.shape[0], forms.shape[0]))
+        return (placed @ forms).tocsr() if definitions else placed
+
+    forms = sparse.identity(int((~bound).sum()), format="csr")
     for defined, definition in reversed(definitions):
-        # The variables in a definition may have been merged, or found to be zero, since.
-        forms = forms + _columns(defined, number) @ (definition @ substitution() @ forms)
-    forms = (substitution() @ forms).tocsr()
+        made = expressed(definition)
+        place[defined] = forms.shape[0] + np.arange(len(defined))
+        forms = sparse.vstack([forms, made], format="csr")
+    forms = expressed(sparse.identity(number, format="csr"))
     if modulo_two:
         forms.data = np.mod(np.rint(forms.data), 2)
     forms.data[np.abs(forms.data) < 1e-9] = 0
@@ -143,7 +146,7 @@ def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, spars
     if not len(lonely):
         rows = rows + rows[:, defined] @ definition
     definition = definition + sparse.csr_matrix((np.ones(len(at)), (np.arange(len(at)), defined)), definition.shape)
-    return rows[np.setdiff1d(np.arange(rows.shape[0]), taken)], defined, definition
+    return rows[np.delete(np.arange(rows.shape[0]), taken)], defined, definition
 
 
 def vanishing(matrix: sparse.csr_matrix) -> Bools:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_sym.symmetry.charts import Charts
+from lightning_sym.symmetry.tracing.alike import stacks_of
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.charts import charts_of
 from lightning_sym.symmetry.tracing.pieces import pieces_of
@@ -57,4 +58,6 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
     walk.finish()
     stacked, hidden = unstack(walk.stacks, walk.axis_labels)
     walk.taps = {mark: value for mark, value in walk.taps.items() if mark.name not in hidden}
-    return Labels(walk, Charts(charts, pieces_of(captures)), tensors.unsaved | unlike | positive, stacked)
+    return Labels(
+        walk, Charts(charts, pieces_of(captures), stacks_of(captures)), tensors.unsaved | unlike | positive, stacked
+    )

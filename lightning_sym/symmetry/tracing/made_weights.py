@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.pieces import cut_at
@@ -220,7 +221,7 @@ def _makes_weights(
     for view, further in _views(r, node, places):
         if view in seen:
             continue
-        varying = [bool(places.diff(dim=axis).any()) for axis in range(places.ndim)]
+        varying = [varies(places, axis) for axis in range(places.ndim)]
         if further is None and r.name(view) in _ALONG and r.shape(view) == tuple(places.shape):
             further = places
         if further is not None:
@@ -236,7 +237,7 @@ def _makes_weights(
             for at, own in enumerate(given):
                 if own is not node:
                     continue
-                told = {letter for letter, varies in zip(terms[at], varying, strict=True) if varies}
+                told = {letter for letter, changes in zip(terms[at], varying, strict=True) if changes}
                 gone, kept = told - {*out}, told & {*out}
                 if r.made_of(given[1 - at]) == "inputs":
                     if (any if inner else all)((gone, kept - {*terms[1 - at]})):

@@ -174,7 +174,7 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     stack = _stacked(r, node)
     if stack is None:
         if r.name(node) != "sum":
-            return None
+            return mean_product(r, node) if r.name(node) == "mean" else None
         for rewrite in (summed_members, _hidden_in_sum, sum_of_squares, summed_product):
             if (new := rewrite(r, node)) is not None:
                 return new
@@ -186,6 +186,8 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     total: fx.Node = values[0]
     for value in values[1:]:
         total = r.insert(_FOLDS[r.name(node)], total, value)
+    if r.name(node) == "mean":
+        total = r.insert(aten.div.Tensor, total, len(values))
     wanted = len(r.shape(node)) == len(r.shape(stack))
     if has and not wanted:
         return r.insert(aten.squeeze.dim, total, axis)
@@ -635,6 +637,7 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 _FOLDS = {
     "sum": aten.add.Tensor,
+    "mean": aten.add.Tensor,
     "prod": aten.mul.Tensor,
     "amax": aten.maximum.default,
     "amin": aten.minimum.default,
@@ -645,7 +648,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     "einsum": einsum,
     **dict.fromkeys(_FOLDS, _total),
-    "mean": mean_product,
     "add": _sum,
     "sub": _difference,
     "mul": _product,

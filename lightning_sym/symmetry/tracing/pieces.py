@@ -237,7 +237,7 @@ def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]]
                 part.meta["val"] = made[piece].meta["val"].view(value.shape)
         for user in users:
             user.replace_input_with(read, part)
-            _renew(user, memories_of(state))
+            renew(user, memories_of(state))
     shown = [node for node in capture.graph.nodes if memories_of(node) == memories_of(state)]
     capture.marks[:] = [mark for mark in capture.marks if mark.node not in shown]
     for node in reversed(shown):
@@ -249,8 +249,8 @@ def _cut(capture: Capture, state: fx.Node, readers: dict[fx.Node, list[fx.Node]]
     capture.states = dict([*items[:at], *new.items(), *items[at + 1 :]])
 
 
-def _renew(node: fx.Node, old: set[int]) -> None:
-    """Move a view of a parameter, and all views of that view, to the memory of a piece."""
+def renew(node: fx.Node, old: set[int]) -> None:
+    """Move a view of a parameter, and all views of that view, from an old memory to that of its new value."""
     if memories_of(node) != old:
         return
     given, named = fx.map_arg((node.args, node.kwargs), lambda own: own.meta["val"])
@@ -258,7 +258,7 @@ def _renew(node: fx.Node, old: set[int]) -> None:
     with node.all_input_nodes[0].meta["val"].fake_mode:
         node.meta["val"] = target(*given, **named)
     for user in node.users:
-        _renew(user, old)
+        renew(user, old)
 
 
 def unlike_pieces(captures: Sequence[Capture]) -> set[str]:

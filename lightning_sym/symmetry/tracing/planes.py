@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.rules import register_rule
 from lightning_sym.symmetry.tracing.running import is_close
 from lightning_sym.symmetry.tracing.values import Value
@@ -185,6 +186,6 @@ def _rotated(
         trace.beside_constant(label, Value(value.shape, concrete=table))
     constraints.restricted.append(np.concatenate(pair))
     others = [axis for axis in range(value.ndim) if axis not in label.axes]
-    if any(bool((table != table.narrow(axis, 0, 1)).any()) for axis in others):  # several angles
+    if any(varies(table, axis) for axis in others):  # several angles
         constraints.planes.append(pair)
     return Value(value.shape, (label.moved(label.axes, lambda part: part[..., list(source)]),))

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.capture import DEMAND, Capture, operation_name, without_log
 from lightning_sym.symmetry.tracing.nodes import between, memories_of, value_of, written_by
+from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
 # Returns the replacement of an operation, or None if this rewrite does not apply.
@@ -401,7 +402,9 @@ class Rewriter:
         self._share_constants()
         for node in list(self.graph.nodes):
             target = node.target
-            if not self.name(node) or not isinstance(node.meta.get("val"), Tensor):
+            value, views = node.meta.get("val"), self.name(node) in operations(Trait.MOVE | Trait.PARTS)
+            several = isinstance(value, (list, tuple)) and not views
+            if not self.name(node) or not (several or isinstance(value, Tensor)):
                 continue
             if isinstance(target, torch._ops.OpOverload) and (
                 target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
@@ -409,8 +412,11 @@ class Rewriter:
                 continue
             leaves, form = pytree.tree_flatten((node.args, node.kwargs))
             first = known.setdefault((target, form, *((type(leaf), leaf) for leaf in leaves)), node)
-            if first is not node:
+            if first is not node and isinstance(value, Tensor):
                 self.replace(node, first)
+            elif first is not node:
+                node.replace_all_uses_with(first)
+                self.erase(node)
 
     def _share_constants(self) -> None:
         """Merge constants with equal elements."""

@@ -331,6 +331,8 @@ def _shared(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
         atoms[ids] = 0
     for ids in stacks.shared_scales:
         scales[ids] = 0
+    if not atoms.any():
+        return atoms, scales
     component = components(constraints.atoms, [*constraints.merges, *constraints.contracted, *constraints.turned])
     fixed, still = np.zeros(constraints.atoms, bool), np.ones(constraints.scales, bool)
     for ids in constraints.fixed_atoms:

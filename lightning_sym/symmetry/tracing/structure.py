@@ -116,7 +116,7 @@ class Structure:
             (pairs, 2). Other orbits have zero pairs; empty if no orbit has pairs.
         half_turns: Offsets of biases before sines and cosines.
         told: Pairs (factor name, parameter name) that users' rules passed to factors.
-        charts: Tensors that the network reads with numbers added, or in pieces. The group acts on the sums and pieces.
+        charts: Tensors that the network reads with numbers added, or in pieces, and stacks of tensors.
     """
 
     slots: tuple[Slot, ...]
@@ -232,8 +232,7 @@ class Structure:
     @cached_property
     def moving(self) -> tuple[str, ...]:
         """The network's names of tensors that the group changes."""
-        owners = self.charts.owners
-        return tuple(dict.fromkeys(owners.get(name, name) for name in self.slots_of))
+        return tuple(dict.fromkeys(own for name in self.slots_of for own in self.charts.held_in(name)))
 
     @cached_property
     def cell_of(self) -> Ints:

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_sym.symmetry.charts import Charts
+from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.tracing.alike import stacks_of
 from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
 from lightning_sym.symmetry.tracing.pieces import pieces_of
 from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
@@ -44,17 +45,22 @@ class Tensors(NamedTuple):
         }
         return {name: own for name, own in floating.items() if name in self.unsaved or bool(own.isinf().all())}
 
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The buffers that no element changes: integers, and those that no state dict contains."""
+        buffers = {name: own for name, own in self.states.items() if name not in self.parameters}
+        return {name: own for name, own in buffers.items() if name in self.unsaved or not own.is_floating_point()}
+
     def cut(self, captures: Sequence[Capture]) -> "Tensors":
-        """Return these tensors with parameters split into the pieces that the captures read."""
-        charts = Charts({}, pieces_of(captures))
-        if not charts.pieces:
+        """Return these tensors with parameters split into the pieces, and stacked as, the captures read them."""
+        charts = Charts({}, pieces_of(captures), stacks_of(captures))
+        if not charts.pieces and not charts.stacks:
             return self
-        parameters = [own for name in self.parameters for own in charts.names_of(name)]
+        parameters = [*dict.fromkeys(own for name in self.parameters for own in charts.names_of(name))]
         # The group would treat a buffer of zeros and ones as a mask, so pieces are parameters.
+        made, held = charted(self.states, charts), {*charts.owners, *charts.stacks} & {*parameters}
         states = {
-            own: nn.Parameter(part.detach(), requires_grad=False) if name in charts.pieces else part
-            for name, tensor in self.states.items()
-            for own, part in charts.parts_of(name, tensor)
+            name: nn.Parameter(own.detach(), requires_grad=False) if name in held else own for name, own in made.items()
         }
         return self._replace(states=states, parameters=parameters)
 

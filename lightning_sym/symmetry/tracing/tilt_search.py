@@ -71,10 +71,10 @@ def find_leaning(structure: Structure, values: Structure, streams: Sequence[Lean
 
 
 def _slot_on(structure: Structure, name: str, axis: int) -> Slot | None:
-    """Return the only slot on an axis; None if there are several, or if a slot of the tensor has several axes."""
+    """Return the only slot on an axis; None if there are several, or if one has further axes."""
     own = structure.slots_of.get(name, [])
     at = [slot for slot in own if slot.axes == (axis,)]
-    return at[0] if len(at) == 1 and all(len(slot.axes) == 1 for slot in own) else None
+    return at[0] if len(at) == 1 and all(slot.axes == (axis,) or axis not in slot.axes for slot in own) else None
 
 
 def _moves_alike(structure: Structure, one: Slot | None, two: Slot | None) -> bool:

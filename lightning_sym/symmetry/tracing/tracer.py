@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_sym.networks.base import Cuts
+from lightning_sym.symmetry.tracing.alike import Role, alike, stack
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
 from lightning_sym.symmetry.tracing.expansion import expand
@@ -21,12 +22,21 @@ class Tracer:
         network: The network.
         cuts: See :func:`~lightning_sym.symmetry.trace_symmetry`.
         constants: The values of buffers that no state dict contains, by name.
+        kept: The buffers that no element changes, by name.
+
+    Attributes:
+        alike: For each set of modules with equal operations in the first captured call, its tensors.
+        stacked: Tensors of such modules that are read as stacks, so that elements exchange the modules.
     """
 
-    def __init__(self, network: nn.Module, cuts: Cuts | None, constants: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, network: nn.Module, cuts: Cuts | None, constants: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+    ) -> None:
         self.network, self._cuts = network, cuts
-        self._constants = constants
+        self._constants, self._kept = constants, kept
         self._whole: set[str] = set()  # parameters that are not cut into pieces
+        self.alike: list[tuple[Role, ...]] | None = None
+        self.stacked: Sequence[Role] = ()
 
     def __call__(self, call: Call) -> Capture:
         """Return the operations of the network on a call, in normal form."""
@@ -34,12 +44,18 @@ class Tracer:
         for node, name in captured.states.items():
             if name in self._constants:
                 node.meta["constant"] = self._constants[name]
+            if name in self._kept:
+                node.meta["kept"] = self._kept[name]
         expand(captured)
-        cut_parameters(captured, self._whole)
+        if self.alike is None:
+            self.alike = [own.roles for own in alike(captured)]
+        stack(captured, self.stacked)
+        whole = self._whole | captured.stacks.keys()
+        cut_parameters(captured, whole)
         normalise(captured, own_operations())
-        if cut_arrays(captured, self._whole):
+        if cut_arrays(captured, whole):
             normalise(captured, own_operations())
-        if shape_layers(captured, self._whole, own_operations()):
+        if shape_layers(captured, whole, own_operations()):
             normalise(captured, own_operations())
         return captured
 

@@ -89,7 +89,7 @@ def _one(interpreter: Interpreter) -> dict[Pair, Normed]:
                 read = [reading for reading in interpreter.readings.get(user, ()) if _pair(reading[2]) == pair]
                 alone &= len(read) == 1 and list(user.all_input_nodes).count(node) == 1
                 for name, axes, _ in read:
-                    alone &= len(axes) == 1 and len(interpreter.system.shape(name)) == 2
+                    alone &= len(axes) == 1 and len(interpreter.system.shape(name)) > 1
                     readers |= dict.fromkeys((name, axis) for axis in axes)
         alone &= _only_there(interpreter, pair, set(own))
         found = Normed(readers, alone, {})

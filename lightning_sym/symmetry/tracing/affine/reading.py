@@ -12,6 +12,7 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
+from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
 from lightning_sym.symmetry.tracing.nodes import ancestors, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
@@ -262,5 +263,5 @@ def _partial(system: System, name: str, reached: Sequence[Tensor]) -> set[int]:
     whole = reached[0][1:].reshape(shape)
     if bool(whole.all()):
         return set()
-    found = {axis for axis in range(whole.ndim) if bool((whole != whole.narrow(axis, 0, 1)).any())}
+    found = {axis for axis in range(whole.ndim) if varies(whole, axis)}
     return found or set(range(whole.ndim))

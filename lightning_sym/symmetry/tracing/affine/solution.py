@@ -20,28 +20,25 @@ _NOTHING = 1e-9
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
     """Return the matrix of the equations at given weights, from block `begin` on: one column for each unknown."""
     made: dict[Any, Floats] = {}
-    rows, columns, data, count = [], [], [], 0
+    data, columns, lengths = [np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for numbers, terms in system.unknowns.equations[begin:]:
+        values = np.empty(numbers.shape)
         for column, (factor, items) in enumerate(terms):
-            values = np.full(len(numbers), factor)
+            values[:, column] = factor
             for atom, power, at in items:
                 if atom not in made:
                     made[atom] = weights.atom(atom).numpy()
                 own = made[atom][at]
                 if power < 0 and (own == 0).any():
                     raise ValueError("shifts would be divided by a constant of zero")
-                values = values * own**power
-            present = numbers[:, column] != 0
-            rows.append(np.flatnonzero(present) + count)
-            columns.append(numbers[present, column])
-            data.append(values[present])
-        count += len(numbers)
-    empty = np.zeros(0, np.int64)
-    shape = (count, system.unknowns.count)
-    return sparse.csr_matrix(
-        (np.concatenate([np.zeros(0), *data]), (np.concatenate([empty, *rows]), np.concatenate([empty, *columns]))),
-        shape=shape,
-    )
+                values[:, column] *= own**power
+        present = numbers != 0
+        data.append(values[present])
+        columns.append(numbers[present])
+        lengths.append(present.sum(1))
+    starts = np.cumsum(np.concatenate(lengths))
+    shape = (len(starts) - 1, system.unknowns.count)
+    return sparse.csr_matrix((np.concatenate(data), np.concatenate(columns), starts), shape)
 
 
 @dataclass
@@ -93,8 +90,8 @@ class _Elimination:
         """Substitute unknowns that are zero or multiples of others."""
         if not self.gone[rows.indices].any():
             return rows
-        root = self.root[rows.indices]
-        data = np.where(self.zero[root], 0.0, rows.data * self.factor[rows.indices])
+        root, data = self.root[rows.indices], rows.data * self.factor[rows.indices]
+        data[self.zero[root]] = 0
         return _without_cancelled(sparse.csr_matrix((data, root, rows.indptr.copy()), rows.shape))
 
     def solve_short(self, rows: sparse.csr_matrix, ids: Ints) -> None:
@@ -153,8 +150,8 @@ class _Elimination:
             self.used.append(used)
             self.defined_by.append(met[defined])
 
-    def forms(self, free: Ints) -> sparse.csr_matrix:
-        """Return the matrix that expresses all unknowns by the free ones. Shape (unknowns, free)."""
+    def forms(self, free: Ints, order: Ints) -> sparse.csr_matrix:
+        """Return the matrix that expresses all unknowns, in some order, by the free ones. Shape (unknowns, free)."""
         place = np.full(self.count, -1)
         place[free] = np.arange(len(free))
         forms = sparse.identity(len(free), format="csr")
@@ -165,10 +162,11 @@ class _Elimination:
             )
             place[defined] = forms.shape[0] + np.arange(len(defined))
             forms = sparse.vstack([forms, _sum([(here, forms)], (len(defined), len(free)))], format="csr")
-        there = np.where(self.zero[self.root], -1, place[self.root])
+        root = self.root[order]
+        there = np.where(self.zero[root], -1, place[root])
         some = there >= 0
         indptr = np.r_[0, np.cumsum(some)]
-        chosen = sparse.csr_matrix((self.factor[some], there[some], indptr), (self.count, forms.shape[0]))
+        chosen = sparse.csr_matrix((self.factor[order[some]], there[some], indptr), (self.count, forms.shape[0]))
         result = (chosen @ forms).tocsr()
         result.sort_indices()
         return result
@@ -186,8 +184,8 @@ def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> Elim
     order = np.argsort(priority.astype(np.int8), kind="stable")  # from here on, the last unknowns are defined first
     back = np.empty(count, np.int64)
     back[order] = np.arange(count)
-    own = equations.data.copy(), back[equations.indices], equations.indptr.copy()
-    rows = sparse.csr_matrix(own, equations.shape)
+    data = equations.data * ~zero[equations.indices]
+    rows = sparse.csr_matrix((data, back[equations.indices], equations.indptr.copy()), equations.shape)
     found = _Elimination(zero[order].copy(), count)
     found.solve(_without_cancelled(rows), np.arange(equations.shape[0]))
     gone = found.zero[found.root]
@@ -197,15 +195,16 @@ def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> Elim
     free = ~gone
     free[bound] = False
     columns = np.flatnonzero(free)
-    return Eliminated(order[columns], order[bound], equation, gone[back], found.forms(columns)[back])
+    return Eliminated(order[columns], order[bound], equation, gone[back], found.forms(columns, back))
 
 
 def _without_cancelled(rows: sparse.csr_matrix) -> sparse.csr_matrix:
     """Sum the duplicate entries of a matrix in place and drop the rounding errors of terms that cancel."""
     rows.has_canonical_format = rows.has_sorted_indices = False
     rows.sort_indices()
-    row = np.repeat(np.arange(rows.shape[0], dtype=np.int32), np.diff(rows.indptr))
-    if ((rows.indices[1:] == rows.indices[:-1]) & (row[1:] == row[:-1])).any():
+    again = rows.indices[1:] == rows.indices[:-1]
+    again[rows.indptr[(rows.indptr > 0) & (rows.indptr < rows.nnz)] - 1] = False  # the next row begins there
+    if again.any():
         size = sparse.csr_matrix((np.abs(rows.data), rows.indices.copy(), rows.indptr.copy()), rows.shape)
         for own in (rows, size):
             own.sum_duplicates()
