@@ -375,7 +375,44 @@ def linear_attention(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelle
     return forward
 
 
+# A rectifier of each unit and of its negative.
+BOTH_SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "joined": lambda h: torch.cat([F.relu(h), F.relu(-h)], -1),
+    "together": lambda h: F.relu(torch.cat([h, -h], -1)),
+    "clamped": lambda h: torch.cat([h.clamp(min=0), -h.clamp(max=0)], -1),
+    "least": lambda h: torch.cat([h.clamp_min(0), h.neg().clamp_min(0)], -1),
+    "stack": lambda h: torch.stack([h, -h], 1).relu().flatten(1),
+    "sizes": lambda h: torch.cat([h.abs() + h, h.abs() - h], -1) / 2,
+}
+
+# Squared distances of values and codes.
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "differences": lambda h, c: (h[:, None] - c).square().sum(-1),
+    "cdist": lambda h, c: torch.cdist(h, c) ** 2,
+    "negative": lambda h, c: -(2 * h @ c.mT - c.pow(2).sum(1) - h.pow(2).sum(1, keepdim=True)),
+    "einsum": lambda h, c: h.pow(2).sum(1, keepdim=True) + c.pow(2).sum(1) - 2 * torch.einsum("bi,ki->bk", h, c),
+}
+
+
+def edge_kinds(samples: int) -> tuple[Tensor, ...]:
+    return torch.randn(samples, 4, 6, dtype=torch.float64), torch.randint(3, (samples, 4, 4))
+
+
+KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "one hot": lambda s, kind: s.e(F.one_hot(kind, 3).double()),
+    "index": lambda s, kind: s.e.weight.mT[kind] + s.e.bias,
+    "embedding": lambda s, kind: F.embedding(kind, s.e.weight.mT + s.e.bias),
+}
+
+
 PUBLISHED: dict[str, Function] = {
+    "codes in distances and as values": Function({"a": of(L, 6, 2), "c": parameter(7, 2), "o": of(L, 2, 3)}, vectors, 3,
+        each(DISTANCES, lambda far: lambda s, x: s.o((-far(s.a(x), s.c)).softmax(-1) @ s.c)), samples=200),
+    "edges of several kinds": Function({"a": of(L, 6, 4), "e": of(L, 3, 4), "o": of(L, 4, 3)}, edge_kinds, 12,
+        each(KINDS, lambda kinds: lambda s, x, k: s.o(F.relu(s.a(x)[:, :, None] + s.a(x)[:, None] + kinds(s, k)).sum(2))
+        ), samples=100),
+    "rectifiers of both signs": Function({"a": of(L, 6, 4), "b": of(L, 8, 5)}, vectors, 4,
+        each(BOTH_SIGNS, lambda both: lambda s, x: s.b(both(s.a(x)))), samples=100),
     "the best of experts": Function({"g": of(L, 6, 3), "u": parameter(3, 4, 6), "v": parameter(3, 5, 4)}, vectors, 19,
         each(BEST, chosen), samples=200),
     "linear attention to earlier steps": Function({name: of(L, 8, 6) for name in "qkv"} | {"o": of(L, 6, 5)},

@@ -252,6 +252,12 @@ def test_extrema_and_their_like_keep_permutations(name: str) -> None:
     assert traced(name, reference(name)).log10_permutations > 0.7
 
 
+@pytest.mark.parametrize("spelling", PUBLISHED["rectifiers of both signs"].spellings)
+def test_note_on_signs_that_exchange_copies(spelling: str) -> None:
+    """A unit's sign change would exchange its two copies, which the group does not contain."""
+    assert any("units and their negatives" in note for note in traced("rectifiers of both signs", spelling).notes)
+
+
 @pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))
 def test_elements_keep_the_function(name: str, spelling: str) -> None:
     function = ALL[name]

@@ -174,7 +174,7 @@ added("large and small channels", lambda s, x: s.b(layer_norm(s.a(x) * s.by)), 9
 # Weights that more than contractions read.
 added("weight and its sum", lambda s, x: s.b(layer_norm(s.a(x))) + s.a.weight.sum(), 4)
 added("multiple of a weight", lambda s, x: s.b(layer_norm(s.a(x))) + (2 * s.a.weight)[:3, 0], 4)
-added("weight that is added", lambda s, x: s.b(layer_norm(s.a(x))) + (x[:, :3, :3].sum() + s.a.weight)[:3, 0], 4,
+added("weight that is added", lambda s, x: s.b(layer_norm(s.a(x))) + (x[:, :3, :3].sum() + s.a.weight)[:3, 0], 9,
     others=[(3, 4, 5), (2, 7, 5)])  # fmt: skip
 added("padded weight", lambda s, x: layer_norm(F.linear(x, F.pad(s.w, (0, 1)))), 0, w=parameter(6, 4))
 added("weight and its mask", lambda s, x: s.b(layer_norm(F.linear(s.a(x).relu(), s.w * s.mask, s.c))), 26,

@@ -135,6 +135,17 @@ def _spell(rewriter: Rewriter) -> None:
         rewriter.share()
 
 
+def _clamped(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a value clamped at 0 from one side by rectifiers."""
+    low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    low, high = (None, low) if r.name(node) == "clamp_max" else (low, high)
+    if high is None and r.number(low) == 0:
+        return r.insert(aten.relu.default, node.args[0])
+    if low is not None or r.number(high) != 0:
+        return None
+    return r.insert(aten.neg.default, r.insert(aten.relu.default, r.insert(aten.neg.default, node.args[0])))
+
+
 # Operations that equal two others.
 
 
@@ -388,7 +399,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
     while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
         sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
-    if argument(node, 2, "bias") is not None or r.name(value) != "one_hot" or not isinstance(value, fx.Node):
+    if r.name(value) != "one_hot" or not isinstance(value, fx.Node):
         return None
     place = value.args[0]
     if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
@@ -401,7 +412,8 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return None
         operation = aten.sum.dim_IntList if r.name(total) == "sum" else aten.mean.dim
         rows = r.insert(operation, rows, axes, argument(total, 2, "keepdim", False))
-    return rows
+    bias = argument(node, 2, "bias")
+    return rows if bias is None else r.insert(aten.add.Tensor, rows, bias)
 
 
 def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -647,6 +659,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
     "stack": _stack,
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamped),
     "getitem": _item,
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._library.custom_ops import CustomOpDef
 
 from lightning_sym.symmetry.groups import intertwiner_group
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
+from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.values import Value, values_in
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
@@ -202,6 +202,8 @@ def _measured_group(target: Any, trace: Trace, value: Value, args: Any, kwargs: 
 def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
     if group.dense:
         return value
+    if value.labels and not group.signs and _reads_negative(trace.node):
+        trace.note("reads units and their negatives; the group has no sign changes that exchange the two")
     return trace.elementwise(
         value,
         positive_scales=group.positive_scales,
@@ -210,6 +212,34 @@ def _by_group(trace: Trace, value: Value, group: IntertwinerGroup) -> Value:
         even=group.even,
         offset=group.offset,
     )
+
+
+def _reads_negative(node: fx.Node) -> bool:
+    """Whether one function reads a value and its negative, perhaps joined or moved, and both results stay apart."""
+    moves = operations(Trait.MOVE | Trait.CAT)
+    origins = node.all_input_nodes[:1]
+    for own in origins:
+        origins += [given for given in own.all_input_nodes if name_of(own) in moves and given not in origins]
+    for negative in (own for own in origins if name_of(own) == "neg"):
+        found = _read_by(negative.all_input_nodes[0], moves)
+        alike = [own for own in found if own.target is node.target and own.args[1:] == node.args[1:]]
+        if any(own is node or not {*_sums(own)} & {*_sums(node)} for own in alike):
+            return True
+    return False
+
+
+def _read_by(node: fx.Node, passed: Collection[str]) -> list[fx.Node]:
+    """Return the readers of a node, and of the results of readers with certain names."""
+    found = [*node.users]
+    for own in found:
+        found += [user for user in own.users if name_of(own) in passed and user not in found]
+    return found
+
+
+def _sums(node: fx.Node) -> list[fx.Node]:
+    """Return the sums that add a value, perhaps scaled."""
+    scaled = operations(Trait.MOVE | Trait.CAST | Trait.PRODUCT) | {"neg"}
+    return [own for own in _read_by(node, scaled) if name_of(own) in operations(Trait.JOIN)]
 
 
 def passes_offset(target: Any) -> bool:

@@ -173,24 +173,26 @@ def scaled_weight(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def squared_distances(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums of squares of two values minus twice their product as squared differences of all pairs."""
+    """Rewrite sums of squares of two values minus twice their product, or its negative, as squares of differences."""
     terms = terms_of(r, node)
     if len(terms) != 3:
         return None
-    squares = [_squared(r, term.node) if term.added else None for term in terms]
+    squares = [_squared(r, term.node) for term in terms]
     for at, place in itertools.permutations(range(3), 2):
         term = terms[3 - at - place]
-        if (one := squares[at]) is None or (two := squares[place]) is None:
+        added = terms[at].added
+        if (one := squares[at]) is None or (two := squares[place]) is None or terms[place].added != added:
             continue
         factor, *factors = _scalar_product(r, term.node)
         sizes = [r.shape(terms[own].node) for own in (at, place)]
         counts = [math.prod(r.shape(own)) // r.shape(own)[axis] for own, axis in (one, two)]
         beside = sizes[0][-1:] == (1,) and {*sizes[1][-2:-1]} <= {1} and [*map(math.prod, sizes)] == counts
-        if beside and factor == (-2 if term.added else 2) and [_held(*one), _held(*two)] == factors:
+        if beside and factor == (-2 if term.added == added else 2) and [_held(*one), _held(*two)] == factors:
             ends = [r.insert(aten.transpose.int, own, axis, -1) for own, axis in (one, two)]
             wide, long = (r.insert(aten.unsqueeze.default, own, axis) for own, axis in zip(ends, (-2, -3), strict=True))
             square = r.insert(aten.pow.Tensor_Scalar, r.insert(aten.sub.Tensor, wide, long), 2)
-            return r.insert(aten.sum.dim_IntList, square, [-1])
+            total = r.insert(aten.sum.dim_IntList, square, [-1])
+            return total if added else r.insert(aten.neg.default, total)
     return None
 
 

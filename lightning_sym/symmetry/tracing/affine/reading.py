@@ -18,6 +18,7 @@ from lightning_sym.symmetry.tracing.nodes import ancestors, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
+_MOVED = MOVES | operations(Trait.CAST) | {"getitem"}
 _MOST = 2**20  # maximal entries of a parameter that are numbered
 
 
@@ -172,13 +173,13 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
 
 
 def _is_contracted(node: fx.Node, states: Mapping[fx.Node, str]) -> bool:
-    """Whether a parameter, perhaps after moves, is contracted with another value."""
-    for user in node.users:
-        if _contracts(user, node, states):
-            return True
-        if name_of(user) in MOVES | operations(Trait.CAST) | {"getitem"} and _is_contracted(user, states):
-            return True
-    return False
+    """Whether a parameter, perhaps after moves, is contracted with another value, and never added to one."""
+    readers = [node]
+    for own in readers:
+        readers += [user for user in own.users if name_of(own) in _MOVED or own is node]
+    names = {name_of(own) for own in readers[1:]}
+    contracted = any(_contracts(user, own, states) for own in readers for user in own.users if user in readers)
+    return contracted and not names & operations(Trait.JOIN)
 
 
 def _contracts(node: fx.Node, given: fx.Node, states: Mapping[fx.Node, str]) -> bool:
