@@ -48,6 +48,14 @@ def acted(
 
 
 @functools.cache
+def drawn(name: str, spelling: str) -> tuple[nn.Module, tuple[Tensor, ...], Translations, Charts]:
+    """Return a network, inputs, and the translations that two tests look at."""
+    torch.manual_seed(3)
+    network, inputs = ALL[name].network(spelling), ALL[name].inputs(2)
+    return network, inputs, *translations(network, inputs)
+
+
+@functools.cache
 def rows(name: str) -> Tensor:
     return jacobian(ALL[name])
 
@@ -79,10 +87,7 @@ def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -
 
 @pytest.mark.parametrize(("name", "spelling"), one_in(6, LISTED))
 def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, spelling: str) -> None:
-    torch.manual_seed(3)
-    function = ALL[name]
-    network, inputs = function.network(spelling), function.inputs(2)
-    found, charts = translations(network, inputs)
+    network, _, found, charts = drawn(name, spelling)
     vectors = moving_parameters(found, charts, network)
     if len(vectors):
         assert float((rows(name) @ vectors.T).abs().max()) < 1e-8 * float(rows(name).abs().max())
@@ -93,10 +98,8 @@ def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, 
 
 @pytest.mark.parametrize(("name", "spelling"), one_in(4, LISTED))
 def test_finite_translations_keep_the_function_and_add(name: str, spelling: str) -> None:
+    network, inputs, found, charts = drawn(name, spelling)
     torch.manual_seed(3)
-    function = ALL[name]
-    network, inputs = function.network(spelling), function.inputs(2)
-    found, charts = translations(network, inputs)
     raw = network.state_dict()
     tensors: dict[str, Any] = dict(charted(raw, charts))
     one, two = (3 * torch.randn(found.size, dtype=torch.float64) for _ in range(2))
