@@ -4,6 +4,7 @@ import csv
 import functools
 import importlib.util
 import io
+import itertools
 import json
 import math
 import re
@@ -42,12 +43,44 @@ def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
     For a law with many cases and several tests: with another ``first`` in each, every case is in a test each time.
     """
     cases = list(cases)
-    slow = [() if index % count == first else (pytest.mark.slow,) for index in range(len(cases))]
+    return _marked(cases, [index % count != first for index in range(len(cases))], pytest.mark.slow)
+
+
+def few(count: int, cases: Iterable[Any], always: Collection[str] = ()) -> list[Any]:
+    """Return the cases, of which one in ``count`` and those named stay as they are; the others are long.
+
+    Where coverage by tests shows that each line which a long case reaches is reached by two of the other tests. Cases
+    that are slow (``one_in``) do not count.
+
+    Args:
+        count: One case in how many stays, the first one included.
+        cases: What ``parametrize`` is given.
+        always: Identifiers of cases that stay as well: the lines that they reach few others do.
+
+    Raises:
+        AssertionError: An identifier in ``always`` is not that of a case.
+    """
+    cases = list(cases)
+    names = [_identifier(case) for case in cases]
+    assert {*always} <= {*names}, {*always} - {*names}
+    place = itertools.count()
+    slow = [any(mark.name == "slow" for mark in getattr(case, "marks", ())) for case in cases]
+    stays = [own or next(place) % count == 0 or name in always for own, name in zip(slow, names, strict=True)]
+    return _marked(cases, [not own for own in stays], pytest.mark.long)
+
+
+def _identifier(case: Any) -> str:
+    values, _, name = case if isinstance(case, type(pytest.param())) else (case, (), None)
+    return name or ("-".join(map(str, values)) if isinstance(values, tuple) else str(values))
+
+
+def _marked(cases: list[Any], chosen: list[bool], mark: pytest.MarkDecorator) -> list[Any]:
+    marks = [(mark,) if own else () for own in chosen]
     return [
-        pytest.param(*case.values, marks=(*case.marks, *marks), id=case.id)
+        pytest.param(*case.values, marks=(*case.marks, *own), id=case.id)
         if isinstance(case, type(pytest.param()))
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
-        for case, marks in zip(cases, slow, strict=True)
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=own)
+        for case, own in zip(cases, marks, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import Program, of, one_in
 from orbit_laws import assert_dimension_is_the_nullity
-from test_spelling import ALL, LISTED, jacobian
+from test_spelling import ALL, LISTED, jacobian, rarely
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from translation_cases import CASES
@@ -48,6 +48,14 @@ def acted(
 
 
 @functools.cache
+def drawn(name: str, spelling: str) -> tuple[nn.Module, tuple[Tensor, ...], Translations, Charts]:
+    """Return a network, inputs, and the translations that two tests look at."""
+    torch.manual_seed(3)
+    network, inputs = ALL[name].network(spelling), ALL[name].inputs(2)
+    return network, inputs, *translations(network, inputs)
+
+
+@functools.cache
 def rows(name: str) -> Tensor:
     return jacobian(ALL[name])
 
@@ -77,12 +85,9 @@ def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -
     return right[int((values > ZERO).sum()) :] @ vectors
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(6, LISTED))
+@pytest.mark.parametrize(("name", "spelling"), one_in(6, rarely(LISTED)))
 def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, spelling: str) -> None:
-    torch.manual_seed(3)
-    function = ALL[name]
-    network, inputs = function.network(spelling), function.inputs(2)
-    found, charts = translations(network, inputs)
+    network, _, found, charts = drawn(name, spelling)
     vectors = moving_parameters(found, charts, network)
     if len(vectors):
         assert float((rows(name) @ vectors.T).abs().max()) < 1e-8 * float(rows(name).abs().max())
@@ -91,12 +96,10 @@ def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, 
     assert buffers or rank(vectors) == found.dimension
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(4, LISTED))
+@pytest.mark.parametrize(("name", "spelling"), one_in(4, rarely(LISTED)))
 def test_finite_translations_keep_the_function_and_add(name: str, spelling: str) -> None:
+    network, inputs, found, charts = drawn(name, spelling)
     torch.manual_seed(3)
-    function = ALL[name]
-    network, inputs = function.network(spelling), function.inputs(2)
-    found, charts = translations(network, inputs)
     raw = network.state_dict()
     tensors: dict[str, Any] = dict(charted(raw, charts))
     one, two = (3 * torch.randn(found.size, dtype=torch.float64) for _ in range(2))

@@ -8,7 +8,7 @@ import functools
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of, parameter
+from helpers import Program, assert_refused, few, of, parameter
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from orbit_laws import assert_a_group_acts, assert_tangents_change_no_output, drawn
@@ -58,6 +58,7 @@ NETWORKS = {
     "ReZero": (lambda s, x: s.b(s.a(x) + s.g * s.e(torch.relu(s.d(s.a(x))))), PARTS | MORE | {"g": parameter(1)},
         ["g"]),
 }  # fmt: skip
+QUICK = [name for name in NETWORKS if name != "ReZero"]  # whose cell is balanced slowly
 each = pytest.mark.parametrize("name", NETWORKS)
 zeros = st.tuples(*[st.tuples(*[st.booleans()] * UNITS)] * 3)
 ONE, ALL = ((False, True, False, False),) * 3, ((True,) * UNITS,) * 3
@@ -97,7 +98,7 @@ def apart(one, two):
     return float((one - two).detach().abs().max()) / max(float(two.detach().abs().max()), 1.0)
 
 
-@each
+@pytest.mark.parametrize("name", few(4, NETWORKS))
 @LAW
 @given(masks=zeros)
 @example(masks=ONE)
@@ -113,7 +114,7 @@ def test_elements_act_as_a_group_and_keep_the_function(name, masks):
     assert apart(symmetry.act(one, single)(x.float()), single(x.float())) <= ROUNDED
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "ReZero"])  # whose cell is balanced slowly
+@pytest.mark.parametrize("name", few(3, QUICK, ["two batch norms", "layer norms", "RMS norms"]))
 @settings(LAW, max_examples=1)  # besides the two stated ones: each takes half a second
 @given(masks=zeros, seed=st.integers(0, 1000))
 @example(masks=ONE, seed=1)
@@ -137,7 +138,7 @@ def test_forms_and_distances_are_those_of_the_orbit(name, masks, seed):
         assert distance.upper <= 1e-7
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "ReZero"])
+@pytest.mark.parametrize("name", few(3, QUICK, ["layer norms", "RMS norms"]))
 @LAW
 @given(masks=zeros)
 @example(masks=ONE)
