@@ -15,7 +15,7 @@ from helpers import of as made
 from model_zoo_cases import causal
 from orbit_cases import NETWORKS
 from symmetry_family_cases import CASES, leaves
-from test_spelling import ALL, LISTED, often
+from test_spelling import ALL, LISTED
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -254,14 +254,7 @@ def check(name: str, case: Case, most: int = MOST_PARAMETERS, draws: int = DRAWS
     assert wrong == (name in ALARMS), (symmetry.dimension, freer)
 
 
-# Spellings that are not traced each time are long here as well.
-LISTED_CASES = [
-    pytest.param(kind, name, marks=pytest.mark.long)
-    if kind == "spelling" and not often(*name.split(": ", 1))
-    else (kind, name)
-    for kind, (_, names) in KINDS.items()
-    for name in names
-]
+LISTED_CASES = [(kind, name) for kind, (_, names) in KINDS.items() for name in names]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:parameters that evaluation never uses")

@@ -7,8 +7,7 @@ spellings: they have to fail, so that what makes them right takes them off the l
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -77,11 +76,6 @@ def often(name: str, spelling: str) -> bool:
     """Return whether a spelling is traced each time."""
     first = [*ALL[name].spellings][: FIRST_OF_FUNCTIONS if name in FUNCTIONS else FIRST]
     return spelling in {*first, reference(name), *REACHING.get(name, ())}
-
-
-def rarely(cases: Sequence[tuple[str, str]]) -> list[Any]:
-    """Return functions and spellings for other tests: those that are not traced each time are long there as well."""
-    return [pytest.param(*case, marks=[] if often(*case) else [pytest.mark.long]) for case in cases]
 
 
 def short(name: str, spelling: str) -> bool:

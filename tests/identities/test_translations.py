@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import Program, of, one_in
 from orbit_laws import assert_dimension_is_the_nullity
-from test_spelling import ALL, LISTED, jacobian, rarely
+from test_spelling import ALL, LISTED, jacobian
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from translation_cases import CASES
@@ -85,7 +85,7 @@ def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -
     return right[int((values > ZERO).sum()) :] @ vectors
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(6, rarely(LISTED)))
+@pytest.mark.parametrize(("name", "spelling"), one_in(6, LISTED))
 def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, spelling: str) -> None:
     network, _, found, charts = drawn(name, spelling)
     vectors = moving_parameters(found, charts, network)
@@ -96,7 +96,7 @@ def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, 
     assert buffers or rank(vectors) == found.dimension
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(4, rarely(LISTED)))
+@pytest.mark.parametrize(("name", "spelling"), one_in(4, LISTED))
 def test_finite_translations_keep_the_function_and_add(name: str, spelling: str) -> None:
     network, inputs, found, charts = drawn(name, spelling)
     torch.manual_seed(3)
