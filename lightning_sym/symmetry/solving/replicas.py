@@ -89,7 +89,7 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
         of_planes = of_planes._replace(key=mix(of_planes.key ^ copied))
     atom, root = origin.astype(np.int32)[atom], origin[positions.root]
     positions = replace(positions, atom=atom, tag=tag, copy=copy, root=root, fixed=fixed, of_planes=of_planes)
-    nesting = Nesting(np.unique(origin[nesting.pairs], axis=1), origin[nesting.shared])
+    nesting = Nesting(rising_pairs(*origin[nesting.pairs]), origin[nesting.shared])
     folded.origin = folded.mark = folded.copy = np.zeros(0, np.int64)  # included in positions from now on
     return Replicas(positions, nesting, folded)
 
@@ -109,7 +109,7 @@ def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colo
     folded = Folded(np.arange(number), np.zeros(number, np.int64), np.full(number, -1))
     copy, original, count = (np.concatenate([part.ravel() for part in parts]) for parts in zip(*copies, strict=True))
     copy, original = root[copy], root[original]
-    _, first = np.unique(np.stack([copy, original]), axis=1, return_index=True)
+    _, first = np.unique(copy * number + original, return_index=True)
     first = first[copy[first] != original[first]]
     copy, original, count = copy[first], original[first], count[first]
     again = np.bincount(copy, minlength=number)[copy] > 1
