@@ -112,7 +112,7 @@ def rearranged(
         return tensor.clone(memory_format=torch.contiguous_format)
     between = [torch.empty_like(result[:height]) for _ in steps[1:3]]
     for number, (piece, out) in enumerate(zip(torch.split(flat, height), torch.split(result, height), strict=True)):
-        if len(out) < len(result[:height]):  # the last one
+        if number == (rows - 1) // height:  # the last one may be shorter
             between = [own[: len(out)] for own in between]
         for place, step in enumerate(steps):
             piece = step(piece, number, out if place == len(steps) - 1 else between[place % 2])

@@ -23,7 +23,7 @@ def squares(weights):
 
 
 def squares_of(network):
-    return float(squares(dict(network.named_parameters())))
+    return float(squares(dict(network.named_parameters())).detach())
 
 
 def generator(seed=0):

@@ -9,7 +9,7 @@ from scipy import sparse
 from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.scales import Forms
-from lightning_sym.symmetry.solving.units import Positions, place_key
+from lightning_sym.symmetry.solving.units import Positions, tagged
 from lightning_sym.symmetry.tracing.numbering import Hashes, marked, mix, sum_by
 
 
@@ -42,9 +42,10 @@ def colours(positions: Positions, forms: Forms) -> Hashes:
     """
     where, tag, own = positions.where, positions.tag, positions.own
     magnitudes, signs = forms.counts(own)
+    place = mix(np.arange(len(positions.places)))  # there are many positions at each
 
     def keys(part: slice) -> Hashes:
-        key = place_key(where[part], tag[part])
+        key = tagged(place[where[part]], tag[part])
         acting = slice(part.start, max(min(part.stop, own), part.start))  # the number of scales there is included
         key[: acting.stop - acting.start] ^= mix(magnitudes[acting] * 64 + signs[acting])
         return mix(key)

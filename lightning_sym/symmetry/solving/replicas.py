@@ -85,12 +85,11 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
     tag[held_at] = (place_key(folded.mark[atom[held_at]], tag[held_at]) >> np.uint64(1)).astype(np.int64)
     copy, of_planes = folded.copy.astype(np.int32)[atom], positions.of_planes
     if positions.finder.any:
-        asked = positions.asked
-        copied = place_key(folded.mark[atom[asked]], copy[asked].astype(np.int64))
+        copied = place_key(folded.mark, folded.copy)[atom[positions.asked]]
         of_planes = of_planes._replace(key=mix(of_planes.key ^ copied))
     atom, root = origin.astype(np.int32)[atom], origin[positions.root]
     positions = replace(positions, atom=atom, tag=tag, copy=copy, root=root, fixed=fixed, of_planes=of_planes)
-    nesting = Nesting(np.unique(origin[nesting.pairs], axis=1), origin[nesting.shared])
+    nesting = Nesting(rising_pairs(*origin[nesting.pairs]), origin[nesting.shared])
     folded.origin = folded.mark = folded.copy = np.zeros(0, np.int64)  # included in positions from now on
     return Replicas(positions, nesting, folded)
 
@@ -110,17 +109,17 @@ def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colo
     folded = Folded(np.arange(number), np.zeros(number, np.int64), np.full(number, -1))
     copy, original, count = (np.concatenate([part.ravel() for part in parts]) for parts in zip(*copies, strict=True))
     copy, original = root[copy], root[original]
-    _, first = np.unique(np.stack([copy, original]), axis=1, return_index=True)
+    _, first = np.unique(copy * number + original, return_index=True)
     first = first[copy[first] != original[first]]
     copy, original, count = copy[first], original[first], count[first]
     again = np.bincount(copy, minlength=number)[copy] > 1
     fixed[copy[again]] = fixed[original[again]] = True
     copy, original, count = copy[~again], original[~again], count[~again]
     named = _named(copy, original, pairs, apart, number)
-    numbers = np.zeros(number, np.int64)
     folded.origin[copy] = original
-    numbers[copy] = count + 1
     _find_slots(folded, copy, original, named, pairs, role, fixed)
+    numbers = np.zeros(number, np.int64)
+    numbers[copy] = count + 1
     # The remaining copies are distinguished by their index, and by the indices of the copies that they copy.
     left = copy[folded.copy[copy] < 0]
     while left.size:

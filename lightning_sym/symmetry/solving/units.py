@@ -91,7 +91,7 @@ def merge_units(
     named = [index for index in range(parameters, len(places)) if places[index].tensor is not None]
     of_values = flat([np.arange(offset[index], offset[index + 1]) for index in named])
     asked = np.r_[np.arange(offset[parameters]), of_values] if finder.any else np.zeros(0, np.int64)
-    same_place = place_key(where[asked], tag[asked])
+    same_place = tagged(mix(np.arange(len(places)))[where[asked]], tag[asked])
     if finder.any:
         same_place ^= mix(finder.family[raw[asked]])
     tag, unknown = _told_apart(raw, root, where, tag, offset, merges)

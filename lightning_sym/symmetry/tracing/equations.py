@@ -85,21 +85,19 @@ def solve(
     bound = zero[root] | (root != np.arange(number))
     for defined, _ in definitions:
         bound[defined] = True
-    place = np.cumsum(~bound) - 1
-
-    def expressed(rows: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Write rows by the free variables: variables may have been merged, or found to be zero, since."""
-        rows = substituted(rows)
-        rows.eliminate_zeros()
-        placed = sparse.csr_matrix((rows.data, place[rows.indices], rows.indptr), (rows.shape[0], forms.shape[0]))
-        return (placed @ forms).tocsr() if definitions else placed
-
-    forms = sparse.identity(int((~bound).sum()), format="csr")
+    place = np.cumsum(~bound, dtype=np.int32) - 1
+    count = number - int(bound.sum())
+    forms = sparse.identity(count if definitions else 0, format="csr")
     for defined, definition in reversed(definitions):
-        made = expressed(definition)
-        place[defined] = forms.shape[0] + np.arange(len(defined))
-        forms = sparse.vstack([forms, made], format="csr")
-    forms = expressed(sparse.identity(number, format="csr"))
+        made = substituted(definition)  # its variables may have been merged, or found to be zero, since
+        made.eliminate_zeros()
+        made = sparse.csr_matrix((made.data, place[made.indices], made.indptr), (len(defined), count))
+        place[defined] = count + np.arange(len(defined))
+        forms, count = sparse.vstack([forms, made @ forms], format="csr"), count + len(defined)
+    some = ~zero[root]
+    ends = np.r_[0, np.cumsum(some, dtype=np.int32)]
+    chosen = sparse.csr_matrix((factor[some], place[root[some]], ends), (number, count))
+    forms = (chosen @ forms).tocsr() if definitions else chosen
     if modulo_two:
         forms.data = np.mod(np.rint(forms.data), 2)
     forms.data[np.abs(forms.data) < 1e-9] = 0
