@@ -65,7 +65,7 @@ class WeightSpace:
         example = self._example
         if example is None:
             example = example_input(self.zoo, self.zoo.numbers[0], self.network, None)
-        return trace_symmetry(self.network, example, nullity=False, exchange=False)  # each axis of its own
+        return trace_symmetry(self.network, example, nullity=False, exchange=False)
 
     @property
     def axes(self) -> dict[str, tuple[int, ...]]:
