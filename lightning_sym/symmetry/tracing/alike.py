@@ -209,7 +209,7 @@ def read_apart(capture: Capture) -> set[Role]:
         for node, name in capture.states.items()
         if name in capture.stacks
         for user in node.users
-        if name_of(user) in ("select", "slice", "unbind", "split", "chunk") and argument(user, 1, "dim", 0) == 0
+        if name_of(user) in operations(Trait.PARTS) | {"select", "slice"} and argument(user, 1, "dim", 0) == 0
     }
 
 

@@ -210,6 +210,6 @@ def _passed(node: Any) -> Any:
 
 def _is_vector(node: Any) -> bool:
     """Whether a value, before moves, has one axis besides those of size 1."""
-    while name_of(node) in _MOVED:
+    while isinstance(node, fx.Node) and name_of(node) in _MOVED:
         node = node.args[0]
     return sum(size > 1 for size in shape_of(node) or ()) == 1

@@ -50,9 +50,9 @@ def _traced_once() -> Iterator[None]:
     """Trace an architecture once: the self-test would take most of the time of these merges."""
     traced: dict[str, Symmetry] = {}
 
-    def trace(model: nn.Module, example: Any) -> Symmetry:
+    def trace(model: nn.Module, example: Any, *, exchange: bool = True) -> Symmetry:
         if str(model) not in traced:
-            traced[str(model)] = trace_symmetry(model, example)
+            traced[str(model)] = trace_symmetry(model, example, exchange=exchange)
         return copy.deepcopy(traced[str(model)])  # merges add notes
 
     with pytest.MonkeyPatch.context() as patch:
