@@ -1,7 +1,6 @@
 """For all tests: one thread, and no pictures on a screen; runs of several processes; a zoo."""
 
 import functools
-import gc
 import inspect
 import json
 import os
@@ -18,23 +17,6 @@ import pytest
 import torch
 
 mpl.use("agg")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """Let no garbage collector go through what stays until the end: of a collection of all tests it takes a quarter.
-
-    The million objects of tests and imports are not looked at again while the tests run, either.
-
-    Yields:
-        Nothing.
-    """
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
