@@ -159,7 +159,10 @@ def _exchanging(
             trace.stacked = new
             symmetry = derive(found)
             more = symmetry.log10_permutations > best.log10_permutations + 1e-9
-            before, after = ((own.dimension, own.signs, len(own.norms), -len(own.notes)) for own in (best, symmetry))
+            before, after = (
+                (own.dimension, own.signs, len(own.structure.half_turns.place), len(own.norms), -len(own.notes))
+                for own in (best, symmetry)
+            )
             if more and all(old <= new for old, new in zip(before, after, strict=True)):
                 best = symmetry
                 return found

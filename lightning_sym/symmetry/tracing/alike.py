@@ -129,13 +129,12 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
     weights = [node for nodes in roles.values() for node in nodes if "kept" not in node.meta]
     apart = len(weights) == len(set(weights)) and all({*node.users} <= inside for node in weights)
     in_order = [tuple(capture.states[node] for node in nodes) for nodes in roles.values()]
-    order = {name: at for at, name in enumerate(capture.states.values())}
     # The normal form has no operation for all branches instead of these.
     single = any(name_of(node) in operations(Trait.NORM) or "::" in name_of(node) for node in inside)
     if not apart or not weights or single:
         return None
-    first = min(in_order, key=lambda role: min(order[name] for name in role))
-    places = sorted(range(len(first)), key=lambda at: order[first[at]])  # the order in which the modules were made
+    order = {node: at for at, node in enumerate(capture.graph.nodes)}
+    places = sorted(range(len(branches)), key=lambda at: order[branches[at]])  # as the network runs them
     return Branches(tuple(tuple(role[at] for at in places) for role in in_order), frozenset(inside))
 
 
