@@ -160,7 +160,7 @@ def _exchanging(
             symmetry = derive(found)
             more = symmetry.log10_permutations > best.log10_permutations + 1e-9
             before, after = (
-                (own.dimension, own.signs, len(own.structure.half_turns.place), len(own.norms), -len(own.notes))
+                (own.dimension, own.signs, own.structure.flips.shape[1], len(own.norms), -len(own.notes))
                 for own in (best, symmetry)
             )
             if more and all(old <= new for old, new in zip(before, after, strict=True)):
