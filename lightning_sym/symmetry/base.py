@@ -80,6 +80,7 @@ class Symmetry(ElementGroup):
         unmeasured: Why the self-test did not measure the nullity; empty if it did, or was not asked to.
         examples: The calls that were traced: positional arguments, keyword arguments, and which output counts.
         norms: The norms of single samples (layer norm, RMS norm), with their gains and biases.
+        exchanged_norms: Modules of norms that elements exchange, which are not among these.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Symmetry(ElementGroup):
         self.unmeasured = ""
         self.examples = tuple(examples)
         self._common_shift = common_shift
-        self.norms = tuple(norms)
+        self.norms, self.exchanged_norms = tuple(norms), tuple[str, ...]()
         self.architecture = Architecture(network, constants or {}, structure.moving)
         charts, held = structure.charts, self.architecture.layout  # each by its first name
         shapes = {piece.name: piece.shape for pieces in charts.pieces.values() for piece in pieces}

@@ -160,10 +160,12 @@ def _exchanging(
             symmetry = derive(found)
             more = symmetry.log10_permutations > best.log10_permutations + 1e-9
             before, after = (
-                (own.dimension, own.signs, own.structure.flips.shape[1], len(own.norms), -len(own.notes))
-                for own in (best, symmetry)
+                (own.dimension, own.signs, own.structure.flips.shape[1], -len(own.notes)) for own in (best, symmetry)
             )
             if more and all(old <= new for old, new in zip(before, after, strict=True)):
+                known = {(norm.module, norm.gain, norm.bias) for norm in symmetry.norms}
+                lost = (own.module for own in best.norms if (own.module, own.gain, own.bias) not in known)
+                symmetry.exchanged_norms = (*best.exchanged_norms, *lost)
                 best = symmetry
                 return found
         trace.stacked = kept

@@ -19,6 +19,7 @@ from lightning_sym.symmetry import (
     activation_matching,
     canonicalize,
     center_writers,
+    fold_norm_gains,
     orbit_distance,
     orbit_tangents,
     trace_symmetry,
@@ -68,6 +69,38 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.cat([head(x) for head in self.heads], -1))
+
+
+class Parts(nn.Module):
+    """Three parts with a reader; `forward` combines them."""
+
+    def __init__(self, part: Callable[[], nn.Module], out: nn.Module, combine: Forward) -> None:
+        super().__init__()
+        self.parts, self.out, self.combine = nn.ModuleList(part() for _ in range(3)), out, combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.combine(self, x)
+
+
+def deep(norm: type[nn.Module] = nn.Identity, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 3), norm(3), activation(), nn.Linear(3, 5))
+
+
+def convolutions(norm: type[nn.Module] = nn.Identity, pool: nn.Module | None = None) -> nn.Module:
+    second = nn.Conv2d(2, 3, 3, padding=1)
+    return nn.Sequential(nn.Conv2d(3, 2, 1), norm(2), nn.ReLU(), pool or nn.Identity(), second, nn.ReLU())
+
+
+def added(s: Any, x: Tensor) -> Tensor:
+    return s.out(sum(part(x) for part in s.parts).relu())  # type: ignore[no-any-return, attr-defined]
+
+
+def side_by_side(s: Any, x: Tensor) -> Tensor:
+    return s.out(torch.cat([part(x).relu() for part in s.parts], 1)).flatten(2).mean(-1)  # type: ignore[no-any-return]
+
+
+def in_a_row(s: Any, x: Tensor) -> Tensor:
+    return s.out(torch.cat([part(x) for part in s.parts], -1).tanh())  # type: ignore[no-any-return]
 
 
 class Pair(nn.Module):
@@ -139,6 +172,49 @@ def test_experts_with_a_gate(spelling: str) -> None:
     assert symmetry.log10_permutations == pytest.approx(factorials(4, 4, 4, 3, 6))
     assert symmetry.dimension == symmetry.nullity
     assert "experts.{0,1,2}.0.weight" in symmetry.tensors(network)
+
+
+PARTS: dict[str, tuple[Callable[[], nn.Module], Sequence[int], float]] = {
+    "batch norms": (lambda: Parts(lambda: deep(nn.BatchNorm1d), nn.Linear(5, 2), added), (9, 7), factorials(9, 3, 5)),
+    "layer norms": (lambda: Parts(lambda: deep(nn.LayerNorm), nn.Linear(5, 2), added), (9, 7),
+        factorials(3, 3, 3, 3, 3, 5)),
+    "side by side": (lambda: Parts(lambda: deep(activation=nn.Tanh), nn.Linear(15, 2), in_a_row), (9, 7),
+        factorials(3, 3, 3, 5, 5, 5, 3)),
+    "convolutions side by side": (lambda: Parts(convolutions, nn.Conv2d(9, 4, 1), side_by_side), (3, 3, 5, 5),
+        factorials(2, 2, 2, 3, 3, 3, 3)),
+    "with batch norms": (lambda: Parts(lambda: convolutions(nn.BatchNorm2d), nn.Conv2d(9, 4, 1), side_by_side),
+        (3, 3, 5, 5), factorials(2, 2, 2, 3, 3, 3, 3)),
+    "with pooling": (lambda: Parts(lambda: convolutions(pool=nn.MaxPool2d(2)), nn.Conv2d(9, 4, 1), side_by_side),
+        (3, 3, 6, 6), factorials(2, 2, 2, 3, 3, 3, 3)),
+    "with means": (lambda: Parts(lambda: convolutions(pool=nn.AvgPool2d(3, 1, 1)), nn.Conv2d(9, 4, 1), side_by_side),
+        (3, 3, 5, 5), factorials(2, 2, 2, 3, 3, 3, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_branches(case: str) -> None:
+    make, shape, permutations = PARTS[case]
+    network, (inputs,), symmetry = traced(make(), torch.randn(*shape))
+    assert symmetry.log10_permutations == pytest.approx(permutations)
+    assert symmetry.dimension == symmetry.nullity
+    assert symmetry.notes == ()
+    one, two = (symmetry.sample(generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    moved = symmetry.act(one, network)
+    assert torch.allclose(moved(inputs), network(inputs), atol=1e-10)
+    assert apart(symmetry.act(two, moved), symmetry.act(symmetry.compose(two, one), network)) < 1e-8
+    assert apart(symmetry.act(weight_matching(symmetry, network, moved).element, moved), network) < 1e-7
+
+
+@pytest.mark.parametrize("gate", [torch.relu, torch.neg])
+def test_gates_take_the_scales_of_experts(gate: Callable[[Tensor], Tensor]) -> None:
+    def combine(s: Any, x: Tensor) -> Tensor:
+        gates = gate(s.gate(x))
+        return s.out(sum(gates[:, at : at + 1] * expert(x) for at, expert in enumerate(s.experts)).relu())  # type: ignore[no-any-return]
+
+    _, _, symmetry = traced(Experts(combine), torch.randn(60, 9))
+    assert symmetry.log10_permutations == pytest.approx(factorials(4, 4, 4, 3, 6))
+    assert symmetry.dimension == symmetry.nullity
+    assert symmetry.notes == ()
 
 
 @pytest.mark.parametrize("spelling", ADDED)
@@ -329,9 +405,7 @@ def test_tangents_come_in_the_order_of_the_parameters() -> None:
     assert across.dimension == operator.size - symmetry.dimension
 
 
-def test_norms_of_modules_can_be_folded() -> None:
-    """Modules with norms keep their places, as no norm is known in a stack."""
-
+def test_norms_of_exchanged_modules_are_not_folded() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -342,9 +416,12 @@ def test_norms_of_modules_can_be_folded() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return sum(part(x) for part in self.parts)  # type: ignore[return-value]
 
-    network, _, symmetry = traced(Sum(), torch.randn(7, 5))
-    assert {norm.module for norm in symmetry.norms} == {"parts.0.1", "parts.1.1"}
-    center_writers(symmetry, network)
+    network, inputs, symmetry = traced(Sum(), torch.randn(7, 5))
+    assert symmetry.exchanged_norms
+    for move in (center_writers, fold_norm_gains):
+        with pytest.raises(ValueError, match=r"elements exchange .* parts\.[01]\.1.*exchange=False"):
+            move(symmetry, network)
+        move(trace_symmetry(network, inputs, exchange=False), network)
 
 
 def test_units_of_exchanged_modules_can_be_removed() -> None:

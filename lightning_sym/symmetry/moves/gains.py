@@ -11,7 +11,16 @@ from lightning_sym.symmetry.arrays import Ints, as_array
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import uncharted
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
+from lightning_sym.symmetry.moves.moved import (
+    Moved,
+    check_left,
+    few,
+    is_left,
+    moved,
+    norms_of,
+    pattern_of,
+    require_weights,
+)
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.capture import state_tensors
@@ -51,7 +60,7 @@ def fold_norm_gains(
         True
     """
     require_weights(symmetry, network, check=check)
-    norms = [norm for norm in symmetry.norms if norm.gain is not None or norm.bias is not None]
+    norms = [norm for norm in norms_of(symmetry) if norm.gain is not None or norm.bias is not None]
     if not norms:
         raise ValueError(
             "the network has no norm (layer norm, RMS norm, group norm) with a gain; expected one with gains to fold"

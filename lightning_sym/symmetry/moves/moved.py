@@ -16,6 +16,7 @@ from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import batches_of, change_between, double, double_copy, tolerance_of
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.norms import Norm
 from lightning_sym.symmetry.tracing.weightless import is_weightless
 
 
@@ -63,6 +64,20 @@ def require_weights(symmetry: Symmetry, network: nn.Module, *, check: bool = Tru
         )
     with contextlib.nullcontext() if check else unchecked():
         symmetry.require(network)
+
+
+def norms_of(symmetry: Symmetry) -> Sequence[Norm]:
+    """Return the norms of a network.
+
+    Raises:
+        ValueError: If elements exchange some of them.
+    """
+    if symmetry.exchanged_norms:
+        raise ValueError(
+            f"elements exchange the modules with the norms {few(symmetry.exchanged_norms)}; expected a symmetry that "
+            "keeps them at their places: trace_symmetry(..., exchange=False)"
+        )
+    return symmetry.norms
 
 
 def moved(

@@ -14,7 +14,7 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.streams import ones_reflection, random_turn
 from lightning_sym.symmetry.moves.hadamard import hadamard
-from lightning_sym.symmetry.moves.moved import Moved, few, moved, require_weights
+from lightning_sym.symmetry.moves.moved import Moved, few, moved, norms_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double, double_copy
 from lightning_sym.symmetry.tracing.rotations import Rotation
@@ -108,7 +108,7 @@ def stream_axes(
             "norms, and the new network be traced"
         )
     readers = {}
-    for norm in symmetry.norms:
+    for norm in norms_of(symmetry):
         tap = symmetry.taps.get(norm.module)
         if tap is not None and (found := tap.positions(units)) is not None:
             readers[norm.module] = found

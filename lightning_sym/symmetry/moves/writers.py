@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.moves.moved import Moved, check_left, few, is_left, moved, pattern_of, require_weights
+from lightning_sym.symmetry.moves.moved import (
+    Moved,
+    check_left,
+    few,
+    is_left,
+    moved,
+    norms_of,
+    pattern_of,
+    require_weights,
+)
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
 from lightning_sym.symmetry.tracing.norms import Norm
@@ -44,7 +53,7 @@ def center_writers(
         True
     """
     require_weights(symmetry, network, check=check)
-    norms = [norm for norm in symmetry.norms if norm.layer]
+    norms = [norm for norm in norms_of(symmetry) if norm.layer]
     if not norms:
         raise ValueError("the network has no layer norm, so nothing subtracts a mean; expected one that has")
     check_left(leave, [name for norm in norms for name in (norm.gain, norm.module)])

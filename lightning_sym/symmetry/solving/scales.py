@@ -165,7 +165,7 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
         for table in tables:
             known[table] = True
         if known.all():
-            return Table(forms, tables, found, left_out)
+            return Table(forms if modulo_two else _alike(columns, forms, tables, found), tables, found, left_out)
         # Signs inside rotations stay unchanged: they are among the matrices.
         if not modulo_two and (parted := _parted(columns, forms, known)) is not None:
             parted.eliminate_zeros()
@@ -174,6 +174,18 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
         left_out += int((~known).sum())
         forms = forms[:, np.flatnonzero(known)].tocsr()
         forms.sort_indices()
+
+
+def _alike(
+    columns: Sequence[Ints], forms: sparse.csr_matrix, tables: Sequence[Ints], found: Sequence[Ints]
+) -> sparse.csr_matrix:
+    """Give the generators of an orbit's units equal exponents at corresponding positions, as permutations require."""
+    change = np.ones(forms.shape[1])
+    for matrix, table, places in zip(columns, tables, found, strict=True):
+        if table.size:
+            own = np.asarray(forms[matrix[:, places].ravel(), table.ravel()]).reshape(table.shape)
+            change[table] = own[:1] / own
+    return forms if (change == 1).all() else (forms @ sparse.diags(change)).tocsr()
 
 
 def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: Bools) -> sparse.csr_matrix | None:

@@ -127,10 +127,11 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
         left += zip(*(node.all_input_nodes for node in nodes), strict=True)
     inside = {node for nodes in met for node in nodes}
     weights = [node for nodes in roles.values() for node in nodes if "kept" not in node.meta]
-    apart = len(weights) == len(set(weights)) and all({*node.users} <= inside for node in weights)
+    joining = {user for node in branches for user in node.users} if {*branches} <= {*weights} else set()
+    apart = len(weights) == len(set(weights)) and all({*node.users} <= inside | joining for node in weights)
     in_order = [tuple(capture.states[node] for node in nodes) for nodes in roles.values()]
     # The normal form has no operation for all branches instead of these.
-    single = any(name_of(node) in operations(Trait.NORM) or "::" in name_of(node) for node in inside)
+    single = any("::" in name_of(node) for node in inside)
     if not apart or not weights or single:
         return None
     order = {node: at for at, node in enumerate(capture.graph.nodes)}

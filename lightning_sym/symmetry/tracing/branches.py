@@ -26,6 +26,8 @@ _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, merging the branches has no benefit.
 _CONVOLUTIONS = {name for name in operations(Trait.CONVOLVE) if "transpose" not in name}
 _TOGETHER = {"softmax", "log_softmax", "layer_norm", "rms_norm", "linear", "matmul", *_CONVOLUTIONS, *_SUMS}
+# These treat samples, along the first axis, one by one.
+_EACH_SAMPLE = operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST)
 _MIXED = {"weights", "inputs"}
 
 
@@ -332,8 +334,14 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
         if name == "matmul":  # units that branches share need this axis as well
             own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
         return r.insert(node.target, *own, **node.kwargs)
+    if name in ("batch_norm", "cudnn_batch_norm"):
+        return _batch_norm(r, node, args)
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
         return None
+    if name in _EACH_SAMPLE:
+        count, samples, *sizes = r.shape(value.node)
+        result = r.insert(node.target, reshaped(r, value.node, [count * samples, *sizes]), *rest, **node.kwargs)
+        return reshaped(r, result, [count, *r.shape(node)])
     before = len(r.shape(value.node)) - 1
     if (count := _AXES.get(name)) is not None:
         if len(rest) < count:
@@ -360,6 +368,23 @@ def _after_first(axis: Any, rank: int) -> Any:
 def _wide(r: Rewriter, arg: _Lifted, rank: int) -> fx.Node:
     count, *sizes = r.shape(arg.node)
     return reshaped(r, arg.node, [count, *[1] * (rank - len(sizes)), *sizes])
+
+
+def _batch_norm(r: Rewriter, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
+    """Return a batch norm of the channels of all branches, or of more samples if all branches share it."""
+    value, states, rest = args[0], args[1:5], [arg.node for arg in args[5:]]
+    held = [arg for arg in states if arg.node is not None]
+    if not value.along or len({arg.along for arg in held}) != 1 or node.kwargs:
+        return None
+    count, samples, channels, *sizes = r.shape(value.node)
+    if not held[0].along:
+        flat = reshaped(r, value.node, [count * samples, channels, *sizes])
+        result = r.insert(node.target, flat, *(arg.node for arg in states), *rest)
+        return reshaped(r, result, [count, samples, channels, *sizes])
+    flat = reshaped(r, r.insert(aten.movedim.int, value.node, 0, 1), [samples, count * channels, *sizes])
+    own = [None if arg.node is None else reshaped(r, arg.node, [count * channels]) for arg in states]
+    result = r.insert(node.target, flat, *own, *rest)
+    return r.insert(aten.movedim.int, reshaped(r, result, [samples, count, channels, *sizes]), 1, 0)
 
 
 def _norm(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:

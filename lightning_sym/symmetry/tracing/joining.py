@@ -61,6 +61,10 @@ class Joining(Placing):
             gain: The name of the factor or divisor, if it is a parameter vector of gains.
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        one, two = (
+            self.of_members(own, other, {own.ndim + at: other.ndim + at for at in range(-min(own.ndim, other.ndim), 0)})
+            for own, other in ((one, two), (two, one))
+        )
         given = one, two
         one, two = self._on_one_axis(one, two, len(shape)), self._on_one_axis(two, one, len(shape))
         if product and given == (one, two):
@@ -288,13 +292,6 @@ class Joining(Placing):
         self.constraints.block(self.onto(wholes, label).atom, label.atom)
         self.see(wholes)
         return wholes
-
-    @staticmethod
-    def onto(label: Label, wide: Label) -> Label:
-        """Broadcast a label to all axes of a wider one."""
-        shape = wide.atom.shape
-        sizes = [size if axis in label.axes else 1 for axis, size in zip(wide.axes, shape, strict=True)]
-        return label.moved(wide.axes, lambda part: np.broadcast_to(part.reshape(sizes), shape))
 
     def _broadcast(self, value: Value, shape: tuple[int, ...]) -> list[Label]:
         """Return the labels of a value on the axes of a larger shape."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
@@ -134,14 +135,16 @@ def grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = r.insert(aten.reshape.default, value, parts if alone else [shape[0], *parts])
     if any(padding):
         value = r.insert(aten.constant_pad_nd.default, value, [own for own in padding[::-1] for _ in range(2)])
-    first = 2 if alone else 3
-    for at in range(count):
+    first, windows = 2 if alone else 3, math.prod(kernel[2:]) > 1 or any(own > 1 for own in stride)
+    for at in range(count if windows else 0):
         width = dilation[at] * (kernel[2 + at] - 1) + 1
         value = r.insert(aten.unfold.default, value, first + at, width, stride[at])
         if dilation[at] > 1:
             value = r.insert(aten.slice.Tensor, value, first + count + at, 0, width, dilation[at])
-    weight = r.insert(aten.reshape.default, weight, [groups, kernel[0] // groups, *kernel[1:]])
-    places, taps = "xyz"[:count], "ijk"[:count]
+    while r.name(weight) in operations(Trait.REGROUP):
+        weight = weight.args[0]
+    weight = reshaped(r, weight, [groups, kernel[0] // groups, *kernel[1 : None if windows else 2]])
+    places, taps = "xyz"[:count], "ijk"[: count * windows]
     lead = "" if alone else "n"
     equation = f"{lead}gc{places}{taps},goc{taps}->{lead}go{places}"
     result = r.insert(aten.einsum.default, equation, [value, weight])

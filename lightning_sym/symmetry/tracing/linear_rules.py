@@ -42,8 +42,11 @@ def _biased(trace: Trace, result: Value, bias: Value | None = None, *, axis: int
 
 
 def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Sequence[Value]) -> Value:
-    """Sum over the last common letter with the others as batch axes (heads), then over these."""
-    inner = next(letter for letter in reversed(terms[0]) if letter not in output)
+    """Sum over the last common letter with units, with the others as batch axes (heads, kernels), then over these."""
+    summed = [letter for letter in terms[0] if letter not in output]
+    units = {axis for label in values[0].labels for axis in label.axes}
+    held = [letter for letter in summed if terms[0].index(letter) in units]
+    inner = (held or summed)[-1]
     others = [letter for letter in terms[0] if letter not in output and letter != inner]
     whole = output + "".join(others)
     sizes = {
@@ -268,14 +271,14 @@ def _batch_norm(
         (own,) = state.labels
         trace.constraints.same_units(own, label)
         trace.constraints.equate([(own.scale, 1.0), (label.scale, -1.0)])
-        if state.state is None:
+        if trace.gain_in(state) is None:
             trace.fix(state)
     if trace.operation == "batch_norm" and isinstance(shared := trace.node.args[3], fx.Node):
         calls = [node for node in shared.users if node.target is trace.node.target]
         if len({_bias_before(node.args[0]) for node in calls}) > 1:
             trace.note("layers share its running mean, so that their biases stay fixed")
-    if variance.state is not None:
-        known = trace.kinds.setdefault(variance.state, ("variance", epsilon))
+    if (name := trace.gain_in(variance)) is not None:
+        known = trace.kinds.setdefault(name, ("variance", epsilon))
         if known != ("variance", epsilon):
             trace.fix(variance, "one running variance is used with different eps")
     if label is not None:
@@ -283,7 +286,7 @@ def _batch_norm(
         with trace.constraints.unrestricted():
             value = value.with_labels(_normalised(trace, label, 0.0))
         trace.constraints.divided.append(label.atom.ravel())
-        states = (None if own is None else own.state for own in (weight, bias, mean, variance))
+        states = (None if own is None else trace.gain_in(own) for own in (weight, bias, mean, variance))
         trace.batch_norms.add(BatchNorm(*states))
     return _affine(trace, value, weight, bias, [1])
 

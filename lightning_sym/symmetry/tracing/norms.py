@@ -67,24 +67,38 @@ def absorbed_statistics(captures: Sequence[Capture], parameters: Collection[str]
     alone: set[str] = set()
     for capture in captures:
         for node, name in capture.states.items():
-            users = [user for user in node.users if name_of(user) in _BATCH_NORMS and len(user.args) > 4]
+            readers = [*_readers(node)]
+            users = [user for user in readers if name_of(user) in _BATCH_NORMS and len(user.args) > 4]
             if name in parameters or not users:
                 continue
             # Argument indices of the statistic and the parameter: gain for variance, bias for mean.
-            own, other = (4, 1) if users[0].args[4] is node else (3, 2)
-            partner = users[0].args[other]
+            own, other = (4, 1) if _moved(users[0].args[4]) is node else (3, 2)
+            partner = _moved(users[0].args[other])
             if (
                 isinstance(partner, fx.Node)
                 and capture.states.get(partner) in parameters
                 and all(
-                    user in users and user.args[own] is node and user.args[other] is partner
-                    for user in (*node.users, *partner.users)
+                    user in users and _moved(user.args[own]) is node and _moved(user.args[other]) is partner
+                    for user in (*readers, *_readers(partner))
                 )
             ):
                 absorbed.add(name)
             else:
                 alone.add(name)
     return absorbed - alone
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the readers of a tensor, after moves."""
+    for user in node.users:
+        yield from _readers(user) if name_of(user) in operations(Trait.REGROUP) else (user,)
+
+
+def _moved(node: Any) -> Any:
+    """Return the tensor of which a node shows all elements."""
+    while name_of(node) in operations(Trait.REGROUP):
+        node = node.args[0]
+    return node
 
 
 class _Finder:

@@ -21,8 +21,9 @@ from lightning_sym.symmetry.tracing.coordinates import (
 )
 from lightning_sym.symmetry.tracing.nodes import ancestors
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.stacks import Flattened
 from lightning_sym.symmetry.tracing.trace_state import TraceState
-from lightning_sym.symmetry.tracing.values import Value
+from lightning_sym.symmetry.tracing.values import Members, Value
 
 ALONG = "acts along an axis on which units live"
 _MOST = 2**16  # maximal elements of a matrix with one unit per element
@@ -32,6 +33,11 @@ def _share_axes(labels: Sequence[Label]) -> bool:
     """Whether some labels have an axis in common."""
     axes = [axis for label in labels for axis in label.axes]
     return len(set(axes)) < len(axes)
+
+
+def _flat(label: Label) -> Label:
+    """Return the positions of a label in a row."""
+    return label.moved((), np.ravel)
 
 
 class Placing(TraceState):
@@ -137,6 +143,8 @@ class Placing(TraceState):
             )
             return tuple(label for label in found if label is not None)
 
+        if (apart := self._of_members(value, moved, function, filled_by_zero)) is not None:
+            return apart
         kept = labels(met=False)
         if _share_axes(kept):
             joint = self._jointly(value, function)
@@ -200,6 +208,91 @@ class Placing(TraceState):
         rest = tuple(own for own in root.labels if own.axes[0] not in axes)
         self.axis_labels[name] = (*rest, *labels)
         return Value(tuple(place.shape), tuple(own for own in found if own is not None))
+
+    def _of_members(
+        self, value: Value, moved: Sequence[Tensor], function: Callable[[Tensor], Tensor], filled_by_zero: bool
+    ) -> Value | None:
+        """Give the units of all members of a stack one label, if their axis becomes one with that of the members.
+
+        Args:
+            value: A value before the move.
+            moved: The moved coordinates on the axes of each of its labels.
+            function: The move.
+            filled_by_zero: As in `move`.
+
+        Returns:
+            The moved value; None if the move does not join such axes.
+        """
+        if value.members is None or value.of_state or not value.labels:
+            return None
+        parts = list(zip(value.labels, moved, strict=True))
+        inner = [each for each in parts if self.stacks.holds(each[0])]
+        axes = {axis for _, part in inner for axis in varying_axes(part)}
+        outer = [each for each in parts if each not in inner and axes & {*varying_axes(each[1])}]
+        if len(inner) != 1 or len(outer) != 1:
+            return None
+        number = function(value.members.number + 1)
+        axes |= {*varying_axes(outer[0][1])}
+        shown = [number, outer[0][1], inner[0][1]]
+        if {*varying_axes(number)} - axes or any(bool((core(part) < 1).any()) for part in shown):
+            return None
+        order = sorted(axes)
+        shape = tuple(number.shape[axis] for axis in order)
+        member, *places = (np.broadcast_to(reduced_to_axes(part, order), shape).ravel() - 1 for part in shown)
+        wholes, units = (
+            self.constraints.resolve(label).at(np.unravel_index(place, label.atom.shape))
+            for (label, _), place in zip((*outer, *inner), places, strict=True)
+        )
+        if np.unique(np.stack([units.atom, member]), axis=1).shape[1] < len(member):
+            return None
+        if len(rising(units.tag)) > 1 or len(rising(wholes.tag)) > 1:
+            return None
+        label = self.constraints.fresh(tuple(order), shape)
+        self.constraints.block(wholes.atom, label.atom)
+        self.stacks.flattened.append(Flattened(member, units, wholes, _flat(label), self.where))
+        rest = (self._moved(value, *each, function, filled_by_zero) for each in parts if each not in (*inner, *outer))
+        return self.disjoint(Value(tuple(number.shape), (*(own for own in rest if own is not None), label)))
+
+    def of_members(self, value: Value, other: Value, across: dict[int, int]) -> Value:
+        """Read units on two axes as those of the members of a stack, if another value has such units.
+
+        Args:
+            value: The value with the units.
+            other: The other one.
+            across: By axis of the value, the axis of the other one that it meets.
+        """
+        label = next((own for own in value.labels if len(own.axes) == 2 and {*own.axes} <= across.keys()), None)
+        if label is None or value.members is not None or other.members is None:
+            return value
+        axis = {across[own]: own for own in label.axes}
+        inner = [axis[own.axes[0]] for own in other.labels if {*own.axes} <= axis.keys() and self.stacks.holds(own)]
+        outer = [axis[own] for own in varying_axes(other.members.number + 1) if own in axis]
+        label = self.constraints.resolve(label)
+        if len(inner) != 1 or len(outer) != 1 or inner == outer or len(rising(label.tag)) > 1:
+            return value
+        members = reduced_to_axes(other.members.number + 1, [across[outer[0]]]) - 1
+        wholes, templates = (self.constraints.fresh((own,), (value.shape[own],)) for own in (outer[0], inner[0]))
+        self.constraints.fix_scales(wholes.scale)
+        self.constraints.block(self.onto(wholes, label).atom, label.atom)
+        own = [self.onto(part, label).at(...) for part in (templates, wholes)]
+        number = members.reshape([-1 if at == outer[0] else 1 for at in range(value.ndim)])
+        along = np.broadcast_to(number, value.shape)
+        kept = number.reshape([-1 if at == outer[0] else 1 for at in label.axes])
+        member = np.broadcast_to(kept, label.atom.shape)
+        self.stacks.flattened.append(Flattened(member.ravel(), _flat(own[0]), _flat(own[1]), _flat(label), self.where))
+        rest = [each for each in value.labels if each.axes != label.axes]
+        return replace(
+            value,
+            labels=(*rest, wholes, templates),
+            members=Members(torch.from_numpy(along.copy()), other.members.size),
+        )
+
+    @staticmethod
+    def onto(label: Label, wide: Label) -> Label:
+        """Broadcast a label to all axes of a wider one."""
+        shape = wide.atom.shape
+        sizes = [size if axis in label.axes else 1 for axis, size in zip(wide.axes, shape, strict=True)]
+        return label.moved(wide.axes, lambda part: np.broadcast_to(part.reshape(sizes), shape))
 
     def _is_read_here_only(self, name: str) -> bool:
         """Whether the current operation is the only reader of a parameter, apart from moves."""

@@ -8,7 +8,7 @@ template becomes separate units of every member. See docs/theory/intertwiners.md
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,18 +70,40 @@ def _agree(numbers: Sequence[Tensor]) -> bool:
     return all(bool((core(number) == core(numbers[0])).all()) for number in numbers)
 
 
+class Flattened(NamedTuple):
+    """The units of all members on one axis.
+
+    Attributes:
+        member: The member of each.
+        templates: Their templates; the label has no axes.
+        wholes: The members as units.
+        units: The units themselves.
+        where: The operation.
+    """
+
+    member: Ints
+    templates: Label
+    wholes: Label
+    units: Label
+    where: str
+
+
 class Stacks:
     """The state of stacks during tracing.
 
     Attributes:
         sizes: By name of a stacked parameter, the number of its members.
         shown: By name of a value inside the network, its members.
+        flattened: Units of all members that lie on one axis.
+        doubled: Scales of members in values that templates act on, with these. Those of the units include them.
     """
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints
         self.sizes: dict[str, int] = {}
         self.shown: dict[str, Members | None] = {}
+        self.flattened: list[Flattened] = []
+        self.doubled: list[tuple[Ints, Ints]] = []
         self.atoms, self.scales = np.zeros(0, np.int64), np.zeros(0, np.int64)  # the stack size of each template, or 0
         self.shared_atoms: list[Ints] = []
         self.shared_scales: list[Ints] = []
@@ -95,6 +117,10 @@ class Stacks:
             known = np.r_[known, np.zeros(max(stop - len(known), 0), np.int64)]
             known[start:stop] = size
             setattr(self, name, known)
+        for own in self.flattened:
+            for label in (own.wholes, own.units):
+                self.atoms[label.atom[label.atom < len(self.atoms)]] = 0
+                self.scales[label.scale[label.scale < len(self.scales)]] = 0
 
     def state(self, value: Value) -> Value:
         """Return the value of a parameter, with members if it is a stack."""
@@ -108,13 +134,14 @@ class Stacks:
         number = torch.arange(size).reshape(-1, *[1] * (value.ndim - 1)).expand(value.shape)
         return replace(value, members=Members(number, size))
 
+    def holds(self, label: Label) -> bool:
+        """Whether a label has templates."""
+        pairs = ((self.atoms, label.atom), (self.scales, label.scale))
+        return any(bool(known[ids[ids < len(known)]].any()) for known, ids in pairs)
+
     def _holds(self, value: Value) -> bool:
         """Whether templates act on a value."""
-        return any(
-            bool(known[ids[ids < len(known)]].any())
-            for label in value.labels
-            for known, ids in ((self.atoms, label.atom), (self.scales, label.scale))
-        )
+        return any(self.holds(label) for label in value.labels)
 
     def _share(self, value: Value) -> None:
         for label in value.labels:
@@ -155,7 +182,8 @@ class Stacks:
             if known is _MIXED or known is _LEFT:
                 result = torch.utils._pytree.tree_map_only(Value, lambda v: replace(v, members=None), result)
             else:
-                result = self._with(result, known, size)
+                made = name_of(node) in operations(Trait.MOVE | Trait.CAST) and inside[0].of_state
+                result = self._with(result, known, size, made=made)
         return torch.utils._pytree.tree_map_only(Value, self._named, result)
 
     def _unmark_scales(self, result: Any, since: int) -> None:
@@ -165,8 +193,13 @@ class Stacks:
                 if not self._holds(value.with_labels(label.scaled_by(np.zeros_like(label.scale)))):
                     self.scales[label.scale[label.scale >= since]] = 0
 
-    def _with(self, result: Any, numbers: Any, size: int) -> Any:
+    def _with(self, result: Any, numbers: Any, size: int, *, made: bool) -> Any:
         parts, several = (result, True) if isinstance(result, (list, tuple)) else ([result], False)
+        for part in parts:
+            if not isinstance(part, Value) or made:
+                continue
+            inner = [own for own in part.labels if self.holds(own)]
+            self.doubled += [(own.scale, label.atom) for label in inner for own in part.labels if own not in inner]
         numbers = numbers if isinstance(numbers, (list, tuple)) else [numbers]
         new = [
             replace(part, members=Members(number, size))
@@ -211,6 +244,13 @@ class Stacks:
         if len(inside) != 1 or args[0] is not inside[0] or not isinstance(meta, Tensor):
             return _MIXED
         number = inside[0].members.number if inside[0].members else torch.zeros(0)
+        if name in operations(Trait.PAD | Trait.POOL | Trait.MAX_POOL | Trait.RESIZE) and number.ndim == meta.ndim:
+            changed = [axis for axis, size in enumerate(meta.shape) if size != number.shape[axis]]
+            if any(varies(core(number), axis) for axis in changed):
+                return _MIXED
+            for axis in changed:
+                number = number.narrow(axis, 0, 1)
+            return number.expand(meta.shape)
         if name in operations(Trait.SUM):
             return _summed(number, args, kwargs, tuple(meta.shape))
         if name in operations(Trait.SOFTMAX):
@@ -375,7 +415,14 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
     """
     constraints = stacks.constraints
     atoms, scales = _shared(stacks, axis_labels)
+    for own in stacks.flattened:
+        if not atoms[own.templates.atom].all():
+            constraints.fix_units(own.templates.atom)
+            tag = constraints.derive_tags(own.units.tag, own.templates.atom)
+            constraints.occurrences.append(Sighting(Label((), own.units.atom, tag, own.units.scale)))
     if not atoms.any():
+        for own in stacks.flattened:
+            constraints.equate([(own.units.scale, 1.0), (own.wholes.scale, -1.0), (own.templates.scale, -1.0)])
         return set(), set()
     known = len(constraints._pending)
     units, factors = _Images(atoms, constraints.atoms), _Images(scales, constraints.scales)
@@ -400,6 +447,17 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
     for name in ("fixed_magnitudes", "fixed_signs"):
         setattr(constraints, name, [factors.each(ids) for ids in getattr(constraints, name)])
     constraints.atoms, constraints.scales = units.count, factors.count
+    for own in stacks.flattened:
+        unit, factor = (
+            np.array([int(images.of(one, member)) for one, member in zip(ids, own.member.tolist(), strict=True)])
+            for images, ids in ((units, own.templates.atom), (factors, own.templates.scale))
+        )
+        apart = atoms[own.templates.atom] > 0
+        constraints.merges.append((unit[apart], own.units.atom[apart]))
+        constraints.equate([(own.units.scale, 1.0), (own.wholes.scale, -1.0), (factor, -1.0)])
+    for scale, templates in stacks.doubled:
+        if atoms[templates].any():
+            constraints.fix_scales(scale)
     joint = _on_parameters(stacks, axis_labels, units, factors)
     unknown = _on_values(stacks, units, factors)
     _keep_inside(constraints, units)
@@ -448,8 +506,9 @@ def _on_parameters(
         if not own:
             continue
         joint.add(name)
-        constraints.fix_scales(members.scale)  # the scale of a whole member belongs to its units
         spread = [_spread(label, size, units, factors) for label in own]
+        whole = np.broadcast_to(members.scale[:, None], spread[0].scale.shape)  # the scale of a member
+        spread[0] = spread[0].scaled_by(constraints.product((spread[0].scale, 1.0), (whole, 1.0)))
         for label in spread:
             constraints.block(np.broadcast_to(members.atom[:, None], label.atom.shape), label.atom)
             if len(spread) > 1 or np.isin(label.atom, seen).any():

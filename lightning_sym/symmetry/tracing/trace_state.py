@@ -14,6 +14,7 @@ from lightning_sym.symmetry.tracing.gained import BatchNorm
 from lightning_sym.symmetry.tracing.growing import growing_axes
 from lightning_sym.symmetry.tracing.nodes import result_shape
 from lightning_sym.symmetry.tracing.sizes import growing_inputs
+from lightning_sym.symmetry.tracing.stacks import Stacks
 from lightning_sym.symmetry.tracing.values import InFront, Path, Value
 
 
@@ -40,6 +41,7 @@ class TraceState:
     def __init__(self, states: dict[str, Tensor], *, constants: Container[str] = (), affine: bool = False) -> None:
         self.constraints = Constraints()
         self.constraints.where = lambda: self.where
+        self.stacks = Stacks(self.constraints)
         self.tensors = states
         self.constants = constants
         self.capture: Capture

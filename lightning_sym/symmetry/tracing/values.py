@@ -111,6 +111,11 @@ class Value:
         return len(self.shape)
 
     @property
+    def of_state(self) -> bool:
+        """Whether this is a parameter or buffer, perhaps after moves."""
+        return all(root.state is not None for root, _ in self.sources or ((self, ()),))
+
+    @property
     def is_zero(self) -> bool:
         """Whether this is an all-zero constant for inputs of any size."""
         return self.concrete is not None and not self.by_size and not bool(self.concrete.any())

@@ -27,6 +27,12 @@ class OnlyUnlabelledError(TypeError):
     """A rule both computes a torch function and reads labels, which are known only later."""
 
 
+def _meeting(goes: Goes, others: Goes) -> dict[int, int]:
+    """Return by axis of one factor the axis of the other one that it meets in a product."""
+    pairs = {axis: others.index(target) for axis, target in enumerate(goes) if target is not None and target in others}
+    return pairs | {goes.index(None): others.index(None)}
+
+
 class Trace(Joining):
     """The interface of rules during tracing.
 
@@ -163,6 +169,10 @@ class Trace(Joining):
         """
         axes, rank = (one_axes, two_axes), len(shape)
         summed = [goes.index(None) for goes in axes]
+        one, two = (
+            self.of_members(own, other, _meeting(goes, others))
+            for own, goes, other, others in ((one, one_axes, two, two_axes), (two, two_axes, one, one_axes))
+        )
         one, two = self._at_all_places(one, one_axes, two, two_axes), self._at_all_places(two, two_axes, one, one_axes)
         one, two = self._by_element(one, one_axes, two, two_axes), self._by_element(two, two_axes, one, one_axes)
         values = [

@@ -24,7 +24,7 @@ from lightning_sym.symmetry.tracing.nodes import replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, lengths_of
-from lightning_sym.symmetry.tracing.stacks import Stacks, stacked
+from lightning_sym.symmetry.tracing.stacks import stacked
 from lightning_sym.symmetry.tracing.values import Value, values_in
 from lightning_sym.symmetry.tracing.vocabulary import OnlyUnlabelledError, Trace
 
@@ -60,7 +60,6 @@ class Walk(Trace):
     ) -> None:
         super().__init__(states, constants=constants, affine=affine)
         self.examples = examples
-        self.stacks = Stacks(self.constraints)
 
     def run(self, capture: Capture) -> list[Value]:
         """Walk through a capture of the network; return its outputs."""
