@@ -82,6 +82,20 @@ class Parts(nn.Module):
         return self.combine(self, x)
 
 
+class GraphHead(nn.Module):
+    """A head of graph attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2, bias=False)
+        self.source, self.target = nn.Parameter(torch.randn(2)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        scores = nn.functional.leaky_relu((h @ self.source)[:, :, None] + (h @ self.target)[:, None], 0.2)
+        return nn.functional.elu(scores.softmax(-1) @ h)
+
+
 def deep(norm: type[nn.Module] = nn.Identity, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
     return nn.Sequential(nn.Linear(7, 3), norm(3), activation(), nn.Linear(3, 5))
 
@@ -101,6 +115,24 @@ def side_by_side(s: Any, x: Tensor) -> Tensor:
 
 def in_a_row(s: Any, x: Tensor) -> Tensor:
     return s.out(torch.cat([part(x) for part in s.parts], -1).tanh())  # type: ignore[no-any-return]
+
+
+def mean(s: Any, x: Tensor) -> Tensor:
+    return torch.stack([part(x) for part in s.parts]).mean(0)
+
+
+def mean_and_variance(s: Any, x: Tensor) -> Tensor:
+    """Run all parts twice."""
+    return torch.cat([mean(s, x), torch.stack([part(x) for part in s.parts]).var(0)], -1)
+
+
+def least(s: Any, x: Tensor) -> Tensor:
+    one, two, three = (part(x) for part in s.parts)
+    return torch.min(torch.minimum(one, two), three)
+
+
+def largest(s: Any, x: Tensor) -> Tensor:
+    return s.out(torch.stack([part(x) for part in s.parts], 1).amax(1))  # type: ignore[no-any-return]
 
 
 class Pair(nn.Module):
@@ -188,6 +220,13 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Sequence[int], float]] = {
         (3, 3, 6, 6), factorials(2, 2, 2, 3, 3, 3, 3)),
     "with means": (lambda: Parts(lambda: convolutions(pool=nn.AvgPool2d(3, 1, 1)), nn.Conv2d(9, 4, 1), side_by_side),
         (3, 3, 5, 5), factorials(2, 2, 2, 3, 3, 3, 3)),
+    "graph attention": (lambda: Parts(GraphHead, nn.Linear(6, 2), in_a_row), (2, 4, 6), factorials(2, 2, 2, 3)),
+    "mean of graph attention": (lambda: Parts(GraphHead, nn.Identity(), mean), (2, 4, 6), factorials(3)),
+    "mean and variance": (lambda: Parts(lambda: deep(activation=nn.Tanh), nn.Identity(), mean_and_variance), (9, 7),
+        factorials(3, 3, 3, 3)),
+    "least": (lambda: Parts(lambda: deep(activation=nn.Tanh), nn.Identity(), least), (9, 7), factorials(3, 3, 3, 3)),
+    "largest of a stack": (lambda: Parts(lambda: deep(activation=nn.Tanh), nn.Linear(5, 2), largest), (9, 7),
+        factorials(3, 3, 3, 3, 5)),
 }  # fmt: skip
 
 

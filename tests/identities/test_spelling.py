@@ -35,7 +35,6 @@ ZERO = 1e-11
 EVERY = "every spelling"
 MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SHORT: dict[str, Collection[str]] = {
-    "a module for each head": ("cat", "sum", "stack", "einsum", "joined weights"),  # the heads are not exchanged
     "norm per head": EVERY,
     "scores of places": EVERY,  # both factors read x: one may change by M times the other, with an antisymmetric M
     "relative keys": {"batches of positions"},  # axes of heads and of samples as one

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.nodes import argument, memories_of
+from lightning_sym.symmetry.tracing.nodes import argument, memories_of, shape_of, value_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.pieces import renew
 
@@ -19,6 +19,7 @@ aten = torch.ops.aten
 # Tensors of one role in modules that do the same, by name: one for each module.
 Role = tuple[str, ...]
 _JOINS = ("cat", "stack")
+_CHAINS = (("add",), ("maximum", "max", "fmax"), ("minimum", "min", "fmin"))
 # Operations that read a part of a value, with the arguments that choose the part.
 _PARTS = {"select": (2,), "slice": (2, 3), "getitem": (1,)}
 
@@ -55,8 +56,7 @@ def alike(capture: Capture) -> list[Branches]:
     kind: dict[fx.Node, int] = {}
     for node in capture.graph.nodes:
         kind[node] = kinds.setdefault(_described(capture, node, kind), len(kinds))
-    found: list[Branches] = []
-    taken: set[str] = set()
+    found: dict[frozenset[frozenset[str]], Branches] = {}  # by the tensors of each module
     named = {mark.node for mark in capture.marks if not mark.module}  # a caller asks for these values
     for leaves in _joined(capture):
         sets: dict[int, list[fx.Node]] = {}
@@ -64,11 +64,19 @@ def alike(capture: Capture) -> list[Branches]:
             sets.setdefault(kind[leaf], []).append(leaf)
         for branches in sets.values():
             own = _branches(capture, branches) if len(branches) > 1 else None
-            names = {name for role in own.roles for name in role} if own else set()
-            if own is not None and not names & taken and not own.inside & named:
-                found.append(own)
-                taken |= names
-    return found
+            if own is not None and not own.inside & named:
+                key = frozenset(frozenset(module) for module in zip(*own.roles, strict=True))
+                before = found.get(key, own)  # modules may run several times
+                found[key] = Branches(before.roles, before.inside | own.inside)
+    alone: list[Branches] = []
+    taken: set[str] = set()
+    weights = {name: node for node, name in capture.states.items() if "kept" not in node.meta}
+    for own in found.values():
+        names = {name for role in own.roles for name in role}
+        if not names & taken and all({*weights[name].users} <= own.inside for name in names & weights.keys()):
+            alone.append(own)
+            taken |= names
+    return alone
 
 
 def _described(capture: Capture, node: fx.Node, kind: dict[fx.Node, int]) -> _Node:
@@ -76,6 +84,9 @@ def _described(capture: Capture, node: fx.Node, kind: dict[fx.Node, int]) -> _No
         value: Tensor = node.meta["val"]
         is_buffer = capture.states[node] in capture.buffers
         return _Node("state", (tuple(value.shape), value.dtype, is_buffer, "kept" in node.meta))
+    if node.op == "get_attr" and isinstance(held := value_of(node), Tensor) and not held.is_meta:
+        numbers = held.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _Node("constant", (tuple(held.shape), held.dtype, numbers))
     if node.op != "call_function":
         return _Node(node.name, ())
     given = fx.map_arg((_without_place(node), node.kwargs), kind.__getitem__)
@@ -92,15 +103,16 @@ def _without_place(node: fx.Node) -> list[Any]:
 
 
 def _joined(capture: Capture) -> Iterator[Sequence[fx.Node]]:
-    """Yield the values that each concatenation, stack and chain of sums joins."""
+    """Yield the values that each concatenation, stack, and chain of sums, maxima or minima joins."""
     for node in capture.graph.nodes:
+        names = next((own for own in _CHAINS if name_of(node) in own), ())
         if name_of(node) in _JOINS:
             yield node.args[0]
-        elif name_of(node) == "add" and not any(name_of(user) == "add" for user in node.users):
+        elif names and not any(name_of(user) in names for user in node.users):
             leaves, left = [], [node]
             while left:
                 own = left.pop()
-                if name_of(own) == "add" and own.meta["val"].shape == node.meta["val"].shape:
+                if name_of(own) in names and shape_of(own) == shape_of(node):
                     left += [given for given in own.args[:2] if isinstance(given, fx.Node)]
                 else:
                     leaves.append(own)
@@ -127,12 +139,12 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
         left += zip(*(node.all_input_nodes for node in nodes), strict=True)
     inside = {node for nodes in met for node in nodes}
     weights = [node for nodes in roles.values() for node in nodes if "kept" not in node.meta]
-    joining = {user for node in branches for user in node.users} if {*branches} <= {*weights} else set()
-    apart = len(weights) == len(set(weights)) and all({*node.users} <= inside | joining for node in weights)
+    if {*branches} <= {*weights}:
+        inside |= {user for node in branches for user in node.users}
     in_order = [tuple(capture.states[node] for node in nodes) for nodes in roles.values()]
     # The normal form has no operation for all branches instead of these.
     single = any("::" in name_of(node) for node in inside)
-    if not apart or not weights or single:
+    if len(weights) > len(set(weights)) or not weights or single:
         return None
     order = {node: at for at, node in enumerate(capture.graph.nodes)}
     places = sorted(range(len(branches)), key=lambda at: order[branches[at]])  # as the network runs them

@@ -138,9 +138,19 @@ def _joint_convolution(r: Rewriter, leaves: Sequence[fx.Node], values: fx.Node, 
     return r.insert(first.target, flat, held, None, *options[0])
 
 
-def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """Return the value that contains all given values, with these along a new first axis; None if there is none."""
-    found = _Branches(r).parts_of_one(nodes)
+def pieces(r: Rewriter, nodes: Sequence[fx.Node], readers: Sequence[fx.Node] = ()) -> fx.Node | None:
+    """Return the value that contains all given values, with these along a new first axis; None if there is none.
+
+    Args:
+        r: The rewriter.
+        nodes: The values.
+        readers: Their readers, if the value may be computed anew, from stacked weights of equal modules.
+    """
+    branches = _Branches(r)
+    found = branches.parts_of_one(nodes)
+    if found is None and readers and r.capture.stacks:
+        found = branches.lift(nodes, readers)
+        found = found if found is not None and found.along and branches.experts else None
     return None if found is None else found.node
 
 
@@ -156,6 +166,7 @@ class _Branches:
         self.r, self.mixes = r, False
         self.experts: set[fx.Node] = set()
         self.known: dict[tuple[fx.Node, ...], _Lifted | None] = {}
+        self.readers: set[fx.Node] = set()  # of the results of all branches
 
     def lift(self, nodes: Sequence[Any], readers: Sequence[fx.Node]) -> _Lifted | None:
         """Return one operation that computes the values of all branches; None if the branches differ.
@@ -166,9 +177,10 @@ class _Branches:
         """
         if not all(isinstance(node, fx.Node) for node in nodes):
             return _Lifted(nodes[0], False) if all(node == nodes[0] for node in nodes) else None
-        if all(node is nodes[0] for node in nodes):
+        if all(node is nodes[0] for node in nodes) or self._are_equal_constants(nodes):
             return _Lifted(nodes[0], False)
         key = tuple(nodes)
+        self.readers = self.readers or {*readers}
         if key not in self.known:
             if len(self.known) == _MOST:
                 return None
@@ -176,6 +188,10 @@ class _Branches:
             found = self.parts_of_one(nodes) or self._repeated(nodes)
             self.known[key] = found or self._operation(nodes, readers)
         return self.known[key]
+
+    def _are_equal_constants(self, nodes: Sequence[fx.Node]) -> bool:
+        first, *others = (self.r.constant(node) if self.r.made_of(node) == "constants" else None for node in nodes)
+        return first is not None and all(own is not None and torch.equal(first, own) for own in others)
 
     def parts_of_one(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
         """Return the value that contains a part for each branch, with the parts along a new first axis."""
@@ -215,6 +231,18 @@ class _Branches:
             else _Lifted(self.r.insert(aten.repeat_interleave.self_int, found.node, times, 0), True)
         )
 
+    def _is_inside(self, node: fx.Node) -> bool:
+        """Whether only the readers of the results use an operation, perhaps through others."""
+        left, met = [node], {node}
+        while left:
+            own = left.pop()
+            if not self.r.name(own) or self.r.is_marked(own) or len(met) > _MOST:
+                return False
+            new = {*own.users} - self.readers - met
+            met |= new
+            left += new
+        return True
+
     def _operation(self, nodes: Sequence[fx.Node], readers: Sequence[fx.Node]) -> _Lifted | None:
         """Return one operation on the combined arguments of the branches' operations."""
         r, first = self.r, nodes[0]
@@ -222,7 +250,7 @@ class _Branches:
         if not name or any(node.target is not first.target for node in nodes):
             return None
         moves = name in VIEWS or name == "mT"  # may have several readers
-        if not moves and any(not r.only_for(node, reader) for node, reader in zip(nodes, readers, strict=True)):
+        if not moves and not all(self._is_inside(node) for node in nodes):
             return None
         if any(len(node.args) != len(first.args) or node.kwargs != first.kwargs for node in nodes):
             return None

@@ -68,7 +68,7 @@ def of_parts(name: str) -> Rewrite:
                 total = r.insert(_OF_TWO["min" if name[:3] == "max" else "max"], total, leaf.args[0])
             return r.insert(aten.neg.default, total)
         alike = all(isinstance(leaf, fx.Node) and r.shape(leaf) == r.shape(node) for leaf in leaves)
-        if alike and r.made_of(node) == "inputs" and (whole := pieces(r, leaves)) is not None:
+        if alike and r.made_of(node) == "inputs" and (whole := pieces(r, leaves, readers)) is not None:
             return r.insert(_OVER[name[:3]], whole, [0], False)
         return r.insert(_OF_TWO[name[:3]], *node.args) if r.name(node) != name else None
 

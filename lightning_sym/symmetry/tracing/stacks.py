@@ -18,7 +18,7 @@ from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
 from lightning_sym.symmetry.tracing.coordinates import core, varies
-from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, letters_of
+from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, letters_of, shape_of
 from lightning_sym.symmetry.tracing.numbering import components
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, moving, name_of, operations
 from lightning_sym.symmetry.tracing.values import Members, Value, values_in
@@ -58,11 +58,26 @@ def stacked(capture: Capture, tensors: dict[str, Tensor]) -> dict[str, int]:
         names = [name_of(user) for user, _ in readers]
         allowed = (*_INDICES, *(_PRODUCTS if len(shape) > 2 else ()))
         if readers and all(
-            own in allowed or _is_pointwise(user) for own, (user, _) in zip(names, readers, strict=True)
+            own in allowed or _is_pointwise(user) or _is_batched(user)
+            for own, (user, _) in zip(names, readers, strict=True)
         ):
             found[name] = int(shape[0])
             product = product or (len(shape) > 2 and any(own in allowed for own in names))
     return found if product else {}
+
+
+def _is_batched(node: fx.Node) -> bool:
+    """Whether a product multiplies its factors member by member."""
+    equation = equation_of(node) if name_of(node) in _PRODUCTS else None
+    if equation is None:
+        return False
+    given: Any = node.args[1] if name_of(node) == "einsum" else node.args[:2]
+    *terms, out = letters_of(equation)
+    several = [
+        {letter for letter, size in zip(term, shape_of(value) or (), strict=True) if size > 1}
+        for term, value in zip(terms, given, strict=True)
+    ]
+    return bool(set.intersection(*several) & {*out})
 
 
 def _agree(numbers: Sequence[Tensor]) -> bool:
