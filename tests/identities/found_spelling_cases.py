@@ -285,6 +285,15 @@ KERNELS_OF_MODULES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "groups": lambda own, h: F.conv2d(h, torch.cat([k.weight for k in own]), torch.cat([k.bias for k in own]),
         groups=4),
 }  # fmt: skip
+# Two layers of three parts, whose results lie side by side: hidden units, and results.
+IN_A_ROW: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "flatten": lambda s, h: s.o(F.leaky_relu(torch.einsum("beh,eho->beo", h, s.v) + s.d).flatten(1)),
+    "bmm": lambda s, h: s.o(
+        F.leaky_relu(torch.bmm(h.transpose(0, 1), s.v) + s.d[:, None]).transpose(0, 1).reshape(len(h), -1)),
+    "cat": lambda s, h: s.o(torch.cat([F.leaky_relu(h[:, at] @ s.v[at] + s.d[at]) for at in range(3)], -1)),
+    "einsum": lambda s, h: torch.einsum("beo,yeo->by", F.leaky_relu(torch.einsum("beh,eho->beo", h, s.v) + s.d),
+        s.o.weight.view(2, 3, 3)) + s.o.bias,
+}  # fmt: skip
 # One kernel for each sample from its shares of three kernels.
 SHARES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda p, w: torch.einsum("bk,koihw->boihw", p, w),
@@ -423,6 +432,9 @@ FOUND: dict[str, Function] = {
     "kernels side by side": Function({"a": of(C, 2, 4, 2), **{f"k{at}": of(C, 1, 1, 2) for at in range(4)},
         "b": of(C, 4, 3, 1)}, images(2, 5), 8, each(KERNELS_OF_MODULES,
         lambda own: lambda s, x: s.b(F.relu(own([s.k0, s.k1, s.k2, s.k3], F.relu(s.a(x)))))), samples=60),
+    "parts in a row": Function({"u": parameter(3, 7, 4), "c": parameter(3, 4), "v": parameter(3, 4, 3),
+        "d": parameter(3, 3), "o": of(L, 9, 2)}, two_inputs(7), 21, each(IN_A_ROW,
+        lambda own: lambda s, x: own(s, F.leaky_relu(torch.einsum("bi,eih->beh", x, s.u) + s.c))), samples=160),
     "line, by hand": Function({"a": of(L, 6, 4), "b": of(L, 4, 5)}, two_inputs(6), 20,
         each(LINES, lambda line: lambda s, x: s.b(line(s.a(x))))),
     "LSTM by hand": Function({"w": of(L, 9, 12), "o": of(L, 3, 5)}, steps(6), 0,

@@ -44,7 +44,7 @@ def together(r: Rewriter, node: fx.Node) -> fx.Node | None:
     axis = argument(node, 1, "dim", 0) % len(r.shape(node))
     if len(parts) < 2 or any(not r.only_for(part, node) for part in parts):
         return None
-    branches = _Branches(r)
+    branches = _Branches(r, apart=True)
     lifted = branches.lift(parts, [node] * len(parts))
     if lifted is None or not lifted.along or not branches.mixes:
         return None
@@ -157,13 +157,17 @@ def pieces(r: Rewriter, nodes: Sequence[fx.Node], readers: Sequence[fx.Node] = (
 class _Branches:
     """Branches of a network with equal operations, each on its own part.
 
+    Args:
+        r: The rewriter.
+        apart: Whether layers with separate weights may read parts of a value.
+
     Attributes:
         mixes: Whether the branches do more than moves and elementwise functions.
         experts: Outputs of layers that have separate weights per branch, from one stack of weights.
     """
 
-    def __init__(self, r: Rewriter) -> None:
-        self.r, self.mixes = r, False
+    def __init__(self, r: Rewriter, *, apart: bool = False) -> None:
+        self.r, self.mixes, self.apart = r, False, apart or bool(r.capture.stacks)
         self.experts: set[fx.Node] = set()
         self.known: dict[tuple[fx.Node, ...], _Lifted | None] = {}
         self.readers: set[fx.Node] = set()  # of the results of all branches
@@ -313,7 +317,7 @@ class _Branches:
     def _expert(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
         """Return a layer with separate weights per branch, on a common value or on outputs of such layers."""
         r, (value, weight, *bias) = self.r, args
-        apart = value.along and value.node not in self.experts and not r.capture.stacks  # rows of heads
+        apart = value.along and value.node not in self.experts and not self.apart  # rows of heads
         if not weight.along or apart or len(r.shape(weight.node)) != 3:
             return None
         rank = len(r.shape(node))
@@ -367,9 +371,9 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
         return None
     if name in _EACH_SAMPLE:
-        count, samples, *sizes = r.shape(value.node)
-        result = r.insert(node.target, reshaped(r, value.node, [count * samples, *sizes]), *rest, **node.kwargs)
-        return reshaped(r, result, [count, *r.shape(node)])
+        members, samples, *sizes = r.shape(value.node)
+        result = r.insert(node.target, reshaped(r, value.node, [members * samples, *sizes]), *rest, **node.kwargs)
+        return reshaped(r, result, [members, *r.shape(node)])
     before = len(r.shape(value.node)) - 1
     if (count := _AXES.get(name)) is not None:
         if len(rest) < count:

@@ -62,7 +62,9 @@ class Joining(Placing):
         """
         shape = tuple(np.broadcast_shapes(one.shape, two.shape))
         one, two = (
-            self.of_members(own, other, {own.ndim + at: other.ndim + at for at in range(-min(own.ndim, other.ndim), 0)})
+            self.members_apart(
+                own, other, {own.ndim + at: other.ndim + at for at in range(-min(own.ndim, other.ndim), 0)}
+            )
             for own, other in ((one, two), (two, one))
         )
         given = one, two

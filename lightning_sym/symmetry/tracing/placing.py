@@ -143,7 +143,7 @@ class Placing(TraceState):
             )
             return tuple(label for label in found if label is not None)
 
-        if (apart := self._of_members(value, moved, function, filled_by_zero)) is not None:
+        if (apart := self._members_in_a_row(value, moved, function, filled_by_zero)) is not None:
             return apart
         kept = labels(met=False)
         if _share_axes(kept):
@@ -209,7 +209,7 @@ class Placing(TraceState):
         self.axis_labels[name] = (*rest, *labels)
         return Value(tuple(place.shape), tuple(own for own in found if own is not None))
 
-    def _of_members(
+    def _members_in_a_row(
         self, value: Value, moved: Sequence[Tensor], function: Callable[[Tensor], Tensor], filled_by_zero: bool
     ) -> Value | None:
         """Give the units of all members of a stack one label, if their axis becomes one with that of the members.
@@ -253,7 +253,7 @@ class Placing(TraceState):
         rest = (self._moved(value, *each, function, filled_by_zero) for each in parts if each not in (*inner, *outer))
         return self.disjoint(Value(tuple(number.shape), (*(own for own in rest if own is not None), label)))
 
-    def of_members(self, value: Value, other: Value, across: dict[int, int]) -> Value:
+    def members_apart(self, value: Value, other: Value, across: dict[int, int]) -> Value:
         """Read units on two axes as those of the members of a stack, if another value has such units.
 
         Args:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
+from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting, counted
 from lightning_sym.symmetry.tracing.coordinates import core, varies
 from lightning_sym.symmetry.tracing.nodes import axes_of, equation_of, letters_of, shape_of
 from lightning_sym.symmetry.tracing.numbering import components
@@ -210,12 +210,11 @@ class Stacks:
 
     def _with(self, result: Any, numbers: Any, size: int, *, made: bool) -> Any:
         parts, several = (result, True) if isinstance(result, (list, tuple)) else ([result], False)
-        for part in parts:
-            if not isinstance(part, Value) or made:
-                continue
-            inner = [own for own in part.labels if self.holds(own)]
-            self.doubled += [(own.scale, label.atom) for label in inner for own in part.labels if own not in inner]
         numbers = numbers if isinstance(numbers, (list, tuple)) else [numbers]
+        for part, number in zip(parts, numbers, strict=True):
+            for own in part.labels if isinstance(part, Value) and not made else ():
+                if not self.holds(own) and any(varies(core(number), axis) for axis in own.axes):
+                    self.doubled += [(own.scale, each.atom) for each in part.labels if self.holds(each)]
         new = [
             replace(part, members=Members(number, size))
             if isinstance(part, Value) and (self._holds(part) or part.chooses is not None)
@@ -351,8 +350,8 @@ class _Images:
         self.start = count + np.cumsum(extra) - extra
         self.count = count + int(extra.sum())
 
-    def of(self, ids: Ints, member: int) -> Ints:
-        """Return the variables of a member; variables other than templates are common to all."""
+    def of(self, ids: Ints, member: int | Ints) -> Ints:
+        """Return the variables of a member, or one of each; variables other than templates are common to all."""
         return np.where((self.sizes[ids] > 0) & (member > 0), self.start[ids] + member - 1, ids)
 
     def each(self, ids: Ints) -> Ints:
@@ -430,14 +429,15 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
     """
     constraints = stacks.constraints
     atoms, scales = _shared(stacks, axis_labels)
-    for own in stacks.flattened:
-        if not atoms[own.templates.atom].all():
-            constraints.fix_units(own.templates.atom)
-            tag = constraints.derive_tags(own.units.tag, own.templates.atom)
-            constraints.occurrences.append(Sighting(Label((), own.units.atom, tag, own.units.scale)))
+    for row in stacks.flattened:
+        if not atoms[row.templates.atom].all():
+            constraints.fix_units(row.templates.atom)
+            constraints.notes[f"{row.where}: {counted('two labelled axes became one', row.templates.atom)}"] = None
+            tag = constraints.derive_tags(row.units.tag, row.templates.atom)
+            constraints.occurrences.append(Sighting(Label((), row.units.atom, tag, row.units.scale)))
     if not atoms.any():
-        for own in stacks.flattened:
-            constraints.equate([(own.units.scale, 1.0), (own.wholes.scale, -1.0), (own.templates.scale, -1.0)])
+        for row in stacks.flattened:
+            constraints.equate([(row.units.scale, 1.0), (row.wholes.scale, -1.0), (row.templates.scale, -1.0)])
         return set(), set()
     known = len(constraints._pending)
     units, factors = _Images(atoms, constraints.atoms), _Images(scales, constraints.scales)
@@ -462,14 +462,11 @@ def unstack(stacks: Stacks, axis_labels: dict[str, tuple[Label, ...]]) -> tuple[
     for name in ("fixed_magnitudes", "fixed_signs"):
         setattr(constraints, name, [factors.each(ids) for ids in getattr(constraints, name)])
     constraints.atoms, constraints.scales = units.count, factors.count
-    for own in stacks.flattened:
-        unit, factor = (
-            np.array([int(images.of(one, member)) for one, member in zip(ids, own.member.tolist(), strict=True)])
-            for images, ids in ((units, own.templates.atom), (factors, own.templates.scale))
-        )
-        apart = atoms[own.templates.atom] > 0
-        constraints.merges.append((unit[apart], own.units.atom[apart]))
-        constraints.equate([(own.units.scale, 1.0), (own.wholes.scale, -1.0), (factor, -1.0)])
+    for row in stacks.flattened:
+        unit, factor = units.of(row.templates.atom, row.member), factors.of(row.templates.scale, row.member)
+        apart = atoms[row.templates.atom] > 0
+        constraints.merges.append((unit[apart], row.units.atom[apart]))
+        constraints.equate([(row.units.scale, 1.0), (row.wholes.scale, -1.0), (factor, -1.0)])
     for scale, templates in stacks.doubled:
         if atoms[templates].any():
             constraints.fix_scales(scale)

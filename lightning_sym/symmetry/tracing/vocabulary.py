@@ -170,7 +170,7 @@ class Trace(Joining):
         axes, rank = (one_axes, two_axes), len(shape)
         summed = [goes.index(None) for goes in axes]
         one, two = (
-            self.of_members(own, other, _meeting(goes, others))
+            self.members_apart(own, other, _meeting(goes, others))
             for own, goes, other, others in ((one, one_axes, two, two_axes), (two, two_axes, one, one_axes))
         )
         one, two = self._at_all_places(one, one_axes, two, two_axes), self._at_all_places(two, two_axes, one, one_axes)
