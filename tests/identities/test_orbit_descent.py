@@ -362,7 +362,7 @@ def test_linear_layers_without_a_minimum_stop_at_a_condition_number():
     found = minimize_on_orbit(symmetry, network, squares, max_steps=100, tolerance=1e-12)
     values = torch.linalg.svdvals(found.element.dense[0])
     assert float(values[0] / values[-1]) <= 1e4 * (1 + 1e-6)
-    assert found.change < 1e-12
+    assert found.change < 1e-11  # rounding, times the condition number
     assert "1 matrices were stopped at the condition number 1e+04" in found.notes[0]
 
 

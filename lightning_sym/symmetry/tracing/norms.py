@@ -96,7 +96,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _moved(node: Any) -> Any:
     """Return the tensor of which a node shows all elements."""
-    while name_of(node) in operations(Trait.REGROUP):
+    while isinstance(node, fx.Node) and name_of(node) in operations(Trait.REGROUP):
         node = node.args[0]
     return node
 
