@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Program, of, parameter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -238,9 +239,40 @@ def test_optimisers_follow_exchanged_modules(optimiser: type[Any]) -> None:
     network.zero_grad()
     network(inputs).square().sum().backward()
     key, factor = ("momentum_buffer", 1.0) if options else ("exp_avg", 0.1)
-    for parameter in network.parameters():
-        assert parameter.grad is not None
-        assert torch.allclose(state.state[parameter][key], factor * parameter.grad, atol=1e-10)
+    for own in network.parameters():
+        assert own.grad is not None
+        assert torch.allclose(state.state[own][key], factor * own.grad, atol=1e-10)
+
+
+def with_temperatures(s: Any, x: Tensor) -> Tensor:
+    heads = zip(s.heads, (s.t, s.u), strict=True)
+    return s.out(torch.cat([(t * h.query(x) @ h.key(x).mT).softmax(-1) @ h.value(x) for h, t in heads], -1))  # type: ignore[no-any-return]
+
+
+# Networks with parameters without axes: temperatures of heads, which elements exchange, and a gain, which they scale.
+NUMBERS: dict[str, tuple[Forward, dict[str, Any]]] = {
+    "temperatures": (with_temperatures, {"heads": lambda: nn.ModuleList(Head() for _ in range(2)),
+        "out": of(nn.Linear, 4, 3), "t": parameter(), "u": parameter()}),
+    "gain": (lambda s, x: s.out(s.t * torch.relu(s.a(x))), {"a": of(nn.Linear, 8, 4), "out": of(nn.Linear, 4, 3),
+        "t": parameter()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_averages_of_single_numbers_follow(name: str) -> None:
+    network, (inputs,), symmetry = traced(Program(*NUMBERS[name]), torch.randn(2, 4, 8))
+    state = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
+    network(inputs).square().sum().backward()
+    state.step()
+    before = network.t.item()  # type: ignore[operator, union-attr]
+    generator = torch.Generator().manual_seed(4)
+    symmetry.act(symmetry.sample(generator, mixing=False, shifts=False), network, inplace=True, optimizer=state)
+    assert before != network.t.item()  # type: ignore[operator, union-attr]
+    network.zero_grad()
+    network(inputs).square().sum().backward()
+    for own in network.parameters():
+        assert own.grad is not None
+        assert torch.allclose(state.state[own]["momentum_buffer"], own.grad, atol=1e-10)
 
 
 def test_an_optimiser_of_some_members_is_refused() -> None:
