@@ -166,6 +166,15 @@ def index_with_something_added(s: Any, x: Tensor) -> Tensor:
     return chosen(s, x, (index + 1) % E, weight)
 
 
+@case(WHOLE)
+def indicators_of_each_expert(s: Any, x: Tensor) -> Tensor:
+    """Each expert's share is a product of the largest weights and of indicators, with an axis of experts first."""
+    weight, index = router(s, x).topk(2, -1)
+    indicators = F.one_hot(index, E).to(x).movedim(2, 0)[..., None]
+    shares = (weight[:, None][None] @ indicators)[..., 0, 0]
+    return torch.einsum("eb,beo->bo", shares, of_all(s, x))
+
+
 # Two hidden layers, with a scale for each unit; what a softmax takes off the router.
 @case(((6, *[24] * 6), 2 * E * M + D), **DEEP)
 def two_layers_in_each_expert(s: Any, x: Tensor) -> Tensor:

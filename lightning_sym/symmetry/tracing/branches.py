@@ -142,6 +142,13 @@ def pieces(r: Rewriter, nodes: Sequence[fx.Node]) -> fx.Node | None:
     return None if found is None else found.node
 
 
+def members(r: Rewriter, nodes: Sequence[fx.Node], readers: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the values of all branches along a new first axis; None if the branches differ, or only move parts."""
+    branches = _Branches(r)
+    lifted = branches.lift(nodes, readers)
+    return lifted.node if lifted is not None and lifted.along and branches.mixes else None
+
+
 class _Branches:
     """Branches of a network with equal operations, each on its own part.
 
@@ -219,8 +226,8 @@ class _Branches:
         name = r.name(first)
         if not name or any(node.target is not first.target for node in nodes):
             return None
-        moves = name in VIEWS or name == "mT"  # may have several readers
-        if not moves and any(not r.only_for(node, reader) for node, reader in zip(nodes, readers, strict=True)):
+        several = name in VIEWS or name == "mT" or bool(r.capture.stacks)  # readers; of stacks, all must be combined
+        if not several and any(not r.only_for(node, reader) for node, reader in zip(nodes, readers, strict=True)):
             return None
         if any(len(node.args) != len(first.args) or node.kwargs != first.kwargs for node in nodes):
             return None

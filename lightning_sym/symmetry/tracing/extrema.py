@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.branches import pieces
+from lightning_sym.symmetry.tracing.branches import members, pieces
 from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
@@ -68,8 +68,10 @@ def of_parts(name: str) -> Rewrite:
                 total = r.insert(_OF_TWO["min" if name[:3] == "max" else "max"], total, leaf.args[0])
             return r.insert(aten.neg.default, total)
         alike = all(isinstance(leaf, fx.Node) and r.shape(leaf) == r.shape(node) for leaf in leaves)
-        if alike and r.made_of(node) == "inputs" and (whole := pieces(r, leaves)) is not None:
-            return r.insert(_OVER[name[:3]], whole, [0], False)
+        if alike and r.made_of(node) == "inputs":
+            whole = pieces(r, leaves) or (members(r, leaves, readers) if r.capture.stacks else None)
+            if whole is not None:
+                return r.insert(_OVER[name[:3]], whole, [0], False)
         return r.insert(_OF_TWO[name[:3]], *node.args) if r.name(node) != name else None
 
     return rewrite
