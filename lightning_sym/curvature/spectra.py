@@ -17,6 +17,7 @@ from lightning_sym._random import generator as seeded_generator
 from lightning_sym._statistics import student_quantile
 from lightning_sym.curvature.krylov import Quadrature, lanczos
 from lightning_sym.curvature.operators import ROUNDING, CurvatureOperator, SymmetricOperator, curvlinops
+from lightning_sym.networks.modes import PlainDistances
 
 TraceMethod = Literal["hutchinson", "hutch++", "xtrace", "per_sample"]
 TOLERANCES = (1e-2, 1e-3, 1e-4, 1e-6, 1e-8)
@@ -479,7 +480,8 @@ def _squares(operator: CurvatureOperator, x: Tensor, y: Tensor, generator: torch
             if bool(sizes.any()):
                 sides = (axes @ (sizes * signs)[:, :, None])[:, :, 0].reshape(outputs.shape).to(outputs)
                 chunk = max(1, _AT_ONCE // operator.size)
-                found += sign * vmap(squared, chunk_size=chunk)(x, sides)
+                with PlainDistances():
+                    found += sign * vmap(squared, chunk_size=chunk)(x, sides)
     except RuntimeError as error:
         reason = str(error).split(". ")[0].splitlines()[0]
         raise ValueError(

@@ -9,7 +9,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from lightning_sym.landscape.evaluation import LossSurface
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
-from lightning_sym.networks.modes import in_precision
+from lightning_sym.networks.modes import PlainDistances, in_precision
 
 
 class NetworkOutputs:
@@ -49,7 +49,8 @@ class NetworkOutputs:
         def one(weights: Tensor, single: Tensor) -> Tensor:
             return self._forward(weights, single[None])[0]
 
-        rows: Tensor = vmap(jacrev(one), in_dims=(None, 0), randomness="same")(vector, self.inputs)
+        with PlainDistances():
+            rows: Tensor = vmap(jacrev(one), in_dims=(None, 0), randomness="same")(vector, self.inputs)
         return rows.detach().flatten(0, 1)
 
     def start(self, vector: Tensor | None) -> Tensor:

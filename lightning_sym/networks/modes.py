@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def twice_differentiable(*, functional: bool = False) -> Iterator[None]:
-    """Compute attention and weight norms by plain operations, which support double and forward differentiation.
+    """Compute attention, weight norms and distances by plain operations, which support double and forward derivatives.
 
     They support ``vmap``, too. The second derivative of torch's fused weight norm is wrong: it takes the norms for
     constants.
@@ -69,12 +70,25 @@ def twice_differentiable(*, functional: bool = False) -> Iterator[None]:
     for names, name, own in plain:
         names[name] = own
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), PlainDistances():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for names, name, own in fused:
             names[name] = own
+
+
+class PlainDistances(TorchFunctionMode):
+    """Computes ``torch.cdist`` by plain operations, as ``vmap`` of the fused one's derivative is wrong."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (plain_cdist if function is torch.cdist else function)(*args, **(kwargs or {}))
+
+
+def plain_cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+    """Return what ``torch.cdist`` computes, for any `compute_mode`."""
+    distances: Tensor = torch.linalg.vector_norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
+    return distances
 
 
 def _plain_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import evaluating, plain_cdist
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
@@ -81,6 +81,10 @@ def _clipped(x: Tensor, least: float, most: float) -> Tensor:
     return least + size + size * torch.tanh((x - least - size) / size)
 
 
+class _NoDerivativeError(Exception):
+    """A network has no derivative, or does not run on other inputs."""
+
+
 class Excess(NamedTuple):
     """The part of a Jacobian's kernel outside the tangent space of the orbit.
 
@@ -129,7 +133,7 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     large = count > _MOST_SEARCHED
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=large):
         warnings.simplefilter("ignore")  # of other operations without a batched version
-        with contextlib.suppress(Exception):  # no derivative exists, or the network does not run on other inputs
+        with contextlib.suppress(_NoDerivativeError):
             least = functools.partial(_at_a_few, agreeing=_agreeing(captures)) if large else _least
             found = least(symmetry, exact, network.state_dict(), calls)
     if found is None:
@@ -218,6 +222,11 @@ class _Batched(TorchFunctionMode):
             return F.leaky_relu(args[0] if args else options["input"], _SLOPE, inplace=inplace)
         if function in _SMOOTH:
             return _SMOOTH[function](*args, **{"x" if key == "input" else key: own for key, own in options.items()})
+        if function is torch.cdist:
+            return plain_cdist(*args, **options)
+        if function is F.one_hot and args and len(args) + len(options) == 2:
+            classes = options.get("num_classes", args[-1])
+            return (args[0][..., None] == torch.arange(classes)).long() if classes > 0 else function(*args, **options)
         if function is F.embedding and not options.get("max_norm"):
             return args[1][args[0]]
         if function is F.prelu and not options:
@@ -467,7 +476,10 @@ def _measured(
         The excess; None if too few outputs are finite, or all units are dead.
     """
     for more in (least, 8):  # more, where many numbers are not finite
-        rows = torch.cat([_rows(network, call, more, generator) for call in calls])
+        try:
+            rows = torch.cat([_rows(network, call, more, generator) for call in calls])
+        except Exception as error:
+            raise _NoDerivativeError from error
         rows = rows[torch.linalg.vector_norm(rows, dim=1).isfinite()]
         if len(rows) >= rows.shape[1]:
             break

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import on_device_of
+from lightning_sym.networks.modes import PlainDistances
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
@@ -272,7 +273,8 @@ def jacobian_rows(
     step = max(1, _CHUNK // (8 * count * max(outputs, 1)))
     for start in range(0, samples, step):
         try:
-            parts = jacobian(parameters, *(leaf[start : start + step] for leaf in every))
+            with PlainDistances():
+                parts = jacobian(parameters, *(leaf[start : start + step] for leaf in every))
         except (RuntimeError, NotImplementedError):
             if start:
                 raise

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import Program, of, parameter
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_sym.curvature import canonical_operator
 from lightning_sym.landscape import removable_units
@@ -165,6 +167,20 @@ def added_in_place(s: Any, x: Tensor) -> Tensor:
     return s.out(total.relu())  # type: ignore[no-any-return]
 
 
+def compared(s: Any, x: Tensor) -> Tensor:
+    values, places = s.gate(x).topk(2, -1)
+    own = ((values.softmax(-1) * (places == at)).sum(-1, keepdim=True) for at in range(3))
+    return s.out(sum(share * e(x) for share, e in zip(own, s.experts, strict=True)).relu())  # type: ignore[no-any-return]
+
+
+def with_indicators(s: Any, x: Tensor) -> Tensor:
+    """As in Mixtral."""
+    values, places = shares(s, x).topk(2, -1)
+    mask = F.one_hot(places, 3).to(x)
+    own = ((values * mask[..., at]).sum(-1, keepdim=True) for at in range(3))
+    return s.out(sum(share * e(x) for share, e in zip(own, s.experts, strict=True)).relu())  # type: ignore[no-any-return]
+
+
 GATED: dict[str, Forward] = {
     "slices": lambda s, x: s.out(sum(shares(s, x)[:, i : i + 1] * e(x) for i, e in enumerate(s.experts)).relu()),
     "unbound": lambda s, x: s.out(
@@ -176,6 +192,12 @@ GATED: dict[str, Forward] = {
     ),
     "bmm": lambda s, x: s.out(torch.bmm(shares(s, x)[:, None], torch.stack([e(x) for e in s.experts], 1))[:, 0].relu()),
     "in place": added_in_place,
+    "index": lambda s, x: s.out(sum(shares(s, x)[:, [i]] * e(x) for i, e in enumerate(s.experts)).relu()),
+    "index_select": lambda s, x: s.out(
+        sum(shares(s, x).index_select(1, torch.tensor([i])) * e(x) for i, e in enumerate(s.experts)).relu()
+    ),
+    "compared places": compared,
+    "indicators": with_indicators,
     "two largest": lambda s, x: s.out(
         sum(top_two(shares(s, x))[:, i : i + 1] * e(x) for i, e in enumerate(s.experts)).relu()
     ),
@@ -183,6 +205,7 @@ GATED: dict[str, Forward] = {
 ADDED: dict[str, Forward] = {
     "sum": lambda s, x: s.out(sum(e(x) for e in s.experts).relu()),
     "mean of a stack": lambda s, x: s.out(torch.stack([e(x) for e in s.experts]).mean(0).relu()),
+    "sum of a concatenation": lambda s, x: s.out(torch.cat([e(x)[None] for e in s.experts]).sum(0).relu()),
     "sum of a stack": lambda s, x: s.out(torch.stack([e(x) for e in s.experts], 1).sum(1).relu()),
     "quotient": lambda s, x: s.out(((s.experts[0](x) + s.experts[1](x) + s.experts[2](x)) / 3).relu()),
 }
@@ -261,6 +284,44 @@ def test_added_experts_have_common_units(spelling: str) -> None:
     _, _, symmetry = traced(Experts(ADDED[spelling], gated=False), torch.randn(7, 9))
     # All hidden units, the biases of the experts, of which only the sum counts, and the units that `out` reads.
     assert symmetry.log10_permutations == pytest.approx(factorials(12, 3, 6))
+
+
+LEAST: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "min": lambda own: torch.min(own[0], torch.min(own[1], own[2])),
+    "stack": lambda own: torch.stack(own).amin(0),
+    "last axis": lambda own: torch.stack(own, -1).min(-1).values,
+    "concatenation": lambda own: torch.cat([y[None] for y in own]).amin(0),
+}
+
+
+@pytest.mark.parametrize("spelling", LEAST)
+def test_the_least_of_several_networks(spelling: str) -> None:
+    """As the critics of reinforcement learning."""
+    network = Experts(lambda s, x: s.out(LEAST[spelling]([e(x) for e in s.experts]).tanh()), gated=False)
+    _, _, symmetry = traced(network, torch.randn(7, 9))
+    assert symmetry.log10_permutations == pytest.approx(factorials(4, 4, 4, 3, 6))
+
+
+WEIGHED: dict[str, Callable[[Tensor, list[Tensor]], Tensor]] = {
+    "loop": lambda g, own: sum(g[:, i : i + 1] * y for i, y in enumerate(own)),  # type: ignore[dict-item, misc]
+    "stack": lambda g, own: (g[..., None] * torch.stack(own, 1)).sum(1),
+}
+
+
+@pytest.mark.parametrize("spelling", WEIGHED)
+def test_experts_of_several_gates(spelling: str) -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        own = [e(x) for e in s.experts]
+        parts = ((s.gate, s.out), (s.other, s.last))
+        return torch.cat([out(WEIGHED[spelling](gate(x).softmax(-1), own).tanh()) for gate, out in parts], -1)
+
+    gates = {"gate": of(nn.Linear, 9, 3), "other": of(nn.Linear, 9, 3), "last": of(nn.Linear, 6, 2)}
+    network = Experts(run, nn.Tanh, gated=False)
+    for name, make in gates.items():
+        setattr(network, name, make())
+    _, _, symmetry = traced(network, torch.randn(7, 9))
+    assert symmetry.log10_permutations == pytest.approx(factorials(4, 4, 4, 3, 6))
+    assert symmetry.dimension == symmetry.nullity
 
 
 def test_parallel_layers_exchange_everything() -> None:
@@ -353,9 +414,40 @@ def test_optimisers_follow_exchanged_modules(optimiser: type[Any]) -> None:
     network.zero_grad()
     network(inputs).square().sum().backward()
     key, factor = ("momentum_buffer", 1.0) if options else ("exp_avg", 0.1)
-    for parameter in network.parameters():
-        assert parameter.grad is not None
-        assert torch.allclose(state.state[parameter][key], factor * parameter.grad, atol=1e-10)
+    for own in network.parameters():
+        assert own.grad is not None
+        assert torch.allclose(state.state[own][key], factor * own.grad, atol=1e-10)
+
+
+def with_temperatures(s: Any, x: Tensor) -> Tensor:
+    heads = zip(s.heads, (s.t, s.u), strict=True)
+    return s.out(torch.cat([(t * h.query(x) @ h.key(x).mT).softmax(-1) @ h.value(x) for h, t in heads], -1))  # type: ignore[no-any-return]
+
+
+# Networks with parameters without axes: temperatures of heads, which elements exchange, and a gain, which they scale.
+NUMBERS: dict[str, tuple[Forward, dict[str, Any]]] = {
+    "temperatures": (with_temperatures, {"heads": lambda: nn.ModuleList(Head() for _ in range(2)),
+        "out": of(nn.Linear, 4, 3), "t": parameter(), "u": parameter()}),
+    "gain": (lambda s, x: s.out(s.t * torch.relu(s.a(x))), {"a": of(nn.Linear, 8, 4), "out": of(nn.Linear, 4, 3),
+        "t": parameter()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_averages_of_single_numbers_follow(name: str) -> None:
+    network, (inputs,), symmetry = traced(Program(*NUMBERS[name]), torch.randn(2, 4, 8))
+    state = torch.optim.SGD(network.parameters(), lr=0.0, momentum=0.9)
+    network(inputs).square().sum().backward()
+    state.step()
+    before = network.t.item()  # type: ignore[operator, union-attr]
+    generator = torch.Generator().manual_seed(4)
+    symmetry.act(symmetry.sample(generator, mixing=False, shifts=False), network, inplace=True, optimizer=state)
+    assert before != network.t.item()  # type: ignore[operator, union-attr]
+    network.zero_grad()
+    network(inputs).square().sum().backward()
+    for own in network.parameters():
+        assert own.grad is not None
+        assert torch.allclose(state.state[own]["momentum_buffer"], own.grad, atol=1e-10)
 
 
 def test_an_optimiser_of_some_members_is_refused() -> None:

@@ -16,9 +16,11 @@ from helpers import Program, parameter
 from orbit_laws import assert_a_group_acts, assert_dimension_is_the_nullity, assert_members_have_one_form, drawn
 from symmetry_family_cases import EXACT, difference, randomise
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import Symmetry, orbit_distance, trace_symmetry
+from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
 E, D, M, OUT = 3, 5, 4, 2
 GATED = {"r": (E, D), "g": (E, M, D), "u": (E, M, D), "w": (E, OUT, M)}
@@ -164,6 +166,15 @@ def index_with_something_added(s: Any, x: Tensor) -> Tensor:
     return chosen(s, x, (index + 1) % E, weight)
 
 
+@case(WHOLE)
+def indicators_of_each_expert(s: Any, x: Tensor) -> Tensor:
+    """Each expert's share is a product of the largest weights and of indicators, with an axis of experts first."""
+    weight, index = router(s, x).topk(2, -1)
+    indicators = F.one_hot(index, E).to(x).movedim(2, 0)[..., None]
+    shares = (weight[:, None][None] @ indicators)[..., 0, 0]
+    return torch.einsum("eb,beo->bo", shares, of_all(s, x))
+
+
 # Two hidden layers, with a scale for each unit; what a softmax takes off the router.
 @case(((6, *[24] * 6), 2 * E * M + D), **DEEP)
 def two_layers_in_each_expert(s: Any, x: Tensor) -> Tensor:
@@ -178,6 +189,26 @@ def heads_on_an_axis(s: Any, x: Tensor) -> Tensor:
     q, k, v = (torch.einsum("btd,hde->bthe", x, w) for w in (s.q, s.k, s.v))
     z = torch.einsum("bhts,bshe->bthe", torch.einsum("bthe,bshe->bhts", q, k).softmax(-1), v)
     return torch.einsum("bthe,hed->btd", z, s.o)
+
+
+def squashed(h: Tensor) -> Tensor:
+    return h * torch.tanh(h.norm(dim=-1, keepdim=True))
+
+
+CAPSULES = {"w": (3, 2, 2, 3)}
+
+
+# The capsules, an orthogonal matrix for each. The weight of the next ones is read along its axes 0 and 2 as one axis.
+@case(((6,), 3), **CAPSULES, p=(6, D))
+def capsules_on_one_axis(s: Any, x: Tensor) -> Tensor:
+    read = squashed((x @ s.p.T).unflatten(1, (3, 2))).flatten(1)
+    return squashed((read @ s.w.transpose(1, 2).reshape(6, 6)).unflatten(1, (2, 3)))
+
+
+@case(((1,), 3), p=(2, D), q=(2, D), r=(2, D), w=(3, 2, 6))
+def capsules_of_their_own_layers(s: Any, x: Tensor) -> Tensor:
+    read = torch.stack([squashed(x @ own.T) for own in (s.p, s.q, s.r)], 1)
+    return torch.einsum("bid,ide->be", read, s.w)
 
 
 @functools.cache
@@ -244,7 +275,21 @@ def test_planted_elements_are_found_again(name: str) -> None:
     assert bounds.lower <= bounds.upper < 1e-8
 
 
-@pytest.mark.parametrize("name", ["mixture_of_all", "heads_on_an_axis"])
+@pytest.mark.parametrize("name", ["capsules_on_one_axis", "capsules_of_their_own_layers"])
+def test_rotations_of_members_are_found_again(name: str) -> None:
+    _, network, symmetry = traced(name)
+    assert_members_have_one_form(symmetry, network, 1e-8, [3])
+    moved = symmetry.act(drawn(symmetry, 3), network)
+    assert orbit_distance(symmetry, network, moved).upper < 1e-8
+    maps = SoftMaps(symmetry)
+    turns = {name: torch.linalg.qr(torch.randn(size, size, dtype=torch.float64)).Q for name, size in maps.sizes.items()}
+    weights = maps.act(turns, {name: own.detach() for name, own in network.named_parameters()})
+    assert len(turns) == 3
+    x = traced(name)[0].inputs(7)
+    assert torch.allclose(functional_call(network, weights, x), network(x), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mixture_of_all", "heads_on_an_axis", "capsules_of_their_own_layers"])
 def test_dimension_is_the_nullity_of_the_jacobian(name: str) -> None:
     own, network, symmetry = traced(name)
     assert_dimension_is_the_nullity(symmetry, network, own.inputs(100), 0)

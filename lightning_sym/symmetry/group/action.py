@@ -297,15 +297,17 @@ class Action:
         if name in self.structure.on_single_axes and power == 1.0 and not self.permutes and tensor.numel() <= _SMALL:
             return self._moved_by_axes(tensor, slots, added)
         stacked = [slot for slot in slots if slot.of_stack]
-        if len(stacked) == 1:  # as a tensor with one axis for all units of all members
-            axes = stacked[0].axes
-            slots = [_beside(slot, axes) for slot in slots]
-            added = [Summand(together(summand.whole.expand(tensor.shape), axes)) for summand in added]
-            tensor = together(tensor, axes)
-        elif stacked:
+        if sum(len(slot.axes) for slot in stacked) > len({axis for slot in stacked for axis in slot.axes}):
             for summand in added:
                 tensor = summand.added_to(tensor)
             return self._moved_in_stack(tensor, slots, power)
+        joined: list[Slot] = []
+        for _ in stacked:  # as a tensor with one axis for all units of all members
+            joined.append(next(slot for slot in slots if slot.of_stack and len(slot.axes) > 1))
+            axes = joined[-1].axes
+            slots = [_beside(slot, axes) for slot in slots]
+            added = [Summand(together(summand.whole.expand(tensor.shape), axes)) for summand in added]
+            tensor = together(tensor, axes)
         result = tensor.detach()
         matrices = [slot for slot in slots if self.acts_by_matrices(slot)]
         joint = next((slot for slot in slots if len(slot.axes) == 2 and not slot.of_stack), None)
@@ -339,8 +341,8 @@ class Action:
         if variance is not None:
             slot, scale = variance
             result.add_(slot.epsilon).mul_(_on_axis(scale**2, slot, result)).sub_(slot.epsilon)
-        if stacked:
-            result = apart(result, stacked[0].axes, stacked[0].shape).contiguous()
+        for slot in reversed(joined):
+            result = apart(result, slot.axes, slot.shape).contiguous()
         return result
 
     def _moved_by_axes(self, tensor: Tensor, slots: Sequence[Slot], added: Sequence[Summand]) -> Tensor:
@@ -469,7 +471,7 @@ class Action:
             twin = sum(name in own for own in weights.values())
             weights.setdefault(twin, {})[name] = parameter.detach()
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                if key in powers and isinstance(value, Tensor) and value.shape == parameter.shape:
                     found.setdefault((twin, key), {})[name] = value
         moved: list[tuple[Tensor, Tensor]] = []
         for (twin, key), values in found.items():

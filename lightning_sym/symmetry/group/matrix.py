@@ -191,7 +191,7 @@ class Matrix(Factor[Matrices]):
         for slot in self.structure.slots:
             for cells, positions, read in self.structure.dense_places.get(slot.offset, ()):
                 names = tuple(f"matrix {cell}" for cell in cells)
-                yield MatrixPlace(slot.tensor, names, slot.axes[0], MatrixPlace.indices(*positions), read)
+                yield MatrixPlace(slot.tensor, names, slot.axes, MatrixPlace.indices(*positions), read)
 
     def balanced_heads(self, tensors: Mapping[str, Tensor]) -> Canonical | None:
         """Return the positive matrices that equalise the Gram matrices of heads; see :class:`Factor`."""

@@ -101,7 +101,7 @@ class Permutation(Factor[Tensor]):
                 for index, slot in slots.items() if len(own) > 1 else ():
                     at = own[:, slot_of == index].T - slot.offset
                     at = MatrixPlace.indices(*at[:, None])
-                    yield MatrixPlace(slot.tensor, (f"units {orbit}, {cell}",), slot.axes[0], at)
+                    yield MatrixPlace(slot.tensor, (f"units {orbit}, {cell}",), slot.axes, at)
 
     def check(self, own: Tensor) -> None:
         """Check that a tensor is a part of this factor.

@@ -9,7 +9,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, as_array
+from lightning_sym.symmetry.arrays import Floats, Ints, as_array, together
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Additive, Draw, Gains, LinearAction
@@ -61,14 +61,15 @@ class Phase(Additive):
         blocks = [sparse.csr_matrix((0, self.size))]
         for name, weights in parameters.items():
             total = sparse.csr_matrix((weights.size, self.size))
-            number = np.arange(weights.size).reshape(weights.shape)
+            number = torch.arange(weights.size).view(weights.shape)
             for slot in self.structure.slots_of.get(name, ()):
                 if slot.offset not in self.structure.turned_places:
                     continue
                 phase, first, second = self.structure.turned_places[slot.offset]
+                lines = together(number, slot.axes).reshape(slot.size, -1).numpy()
                 for at, other, sign in ((first, second, -1.0), (second, first, 1.0)):
-                    rows = np.moveaxis(number, slot.axes[0], 0)[at].reshape(len(at), -1)
-                    rates = sign * np.moveaxis(weights, slot.axes[0], 0)[other].ravel()
+                    rows = lines[at]
+                    rates = sign * weights.ravel()[lines[other]].ravel()
                     column = np.repeat(phase, rows.shape[1])
                     total = total + sparse.csr_matrix((rates, (rows.ravel(), column)), shape=total.shape)
             blocks.append(total)
@@ -79,7 +80,7 @@ class Phase(Additive):
         for slot in self.structure.slots:
             if slot.tensor in tensors[0] and slot.offset in self.structure.turned_places:
                 phase, *places = self.structure.turned_places[slot.offset]
-                both = (own[slot.tensor].movedim(slot.axes[0], 0).reshape(slot.size, -1) for own in tensors)
+                both = (together(own[slot.tensor], slot.axes).reshape(slot.size, -1) for own in tensors)
                 yield phase, *(rows[torch.from_numpy(at)] for rows in both for at in places)
 
     rung, keeps_norms = Rung.SIZED, True
@@ -168,7 +169,7 @@ class Phase(Additive):
                 continue
             _, *coordinates = structure.turned_places[slot.offset]
             at = np.concatenate(coordinates)
-            rows = tensors[slot.tensor].double().cpu().movedim(slot.axes[0], 0).reshape(slot.size, -1)
+            rows = together(tensors[slot.tensor].double().cpu(), slot.axes).reshape(slot.size, -1)
             own = forms[slot.offset + at]  # one scale at each
             np.add.at(squares, ((own.data < 0).astype(int), own.indices), rows.square().sum(1).numpy()[at])
         acting, nonzero = squares.any(0), squares.all(0)

@@ -8,7 +8,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Floats, Ints, multiplied
+from lightning_sym.symmetry.arrays import Floats, Ints, multiplied, together
 from lightning_sym.symmetry.elements import AxisGroup, Tap
 from lightning_sym.symmetry.group.between_gains import NO_MATRIX, BetweenGains, Matrices, moved_units
 from lightning_sym.symmetry.group.element import Element
@@ -104,9 +104,10 @@ class Rotations(BetweenGains):
             for slot, at, powers in places:
                 factors = (gain ** float(k) for gain, k in zip(gains, powers, strict=True))
                 around = math.prod(factors, start=np.ones(len(at)))
-                rows = np.moveaxis(parameters[slot.tensor], slot.axes[0], 0)[at]
-                turned = np.tensordot(around[:, None] * basis / around, rows, 1)
-                np.moveaxis(change[slot.tensor], slot.axes[0] + 1, 1)[:, at] += turned
+                weights = parameters[slot.tensor]
+                rows = together(torch.arange(weights.size).view(weights.shape), slot.axes).numpy()[at]
+                turned = np.tensordot(around[:, None] * basis / around, weights.ravel()[rows], 1)
+                change[slot.tensor].reshape(len(basis), -1)[:, rows] += turned
             rates = np.concatenate([own.reshape(len(basis), -1) for own in change.values()], 1)
             found.append(sparse.csr_matrix(rates.T))
         return sparse.hstack(found).tocsr()
@@ -182,8 +183,7 @@ class Rotations(BetweenGains):
         found = {}
         for slot in self.structure.slots:
             if slot.offset in self.structure.rotated_places and slot.tensor in tensors:
-                tensor = tensors[slot.tensor].movedim(slot.axes[0], 0)
-                found[slot.tensor] = [torch.linalg.svdvals(tensor.reshape(len(tensor), -1))]
+                found[slot.tensor] = [torch.linalg.svdvals(together(tensors[slot.tensor], slot.axes).flatten(1))]
         return found
 
     rung, keeps_norms = Rung.LAST, True
@@ -219,7 +219,7 @@ class Rotations(BetweenGains):
                 known = zip(self.structure.rotations[index].gains, powers, strict=True)
                 gains = tuple((name, torch.from_numpy(own), power) for (name, own), power in known if power)
                 maps, where = (f"stream {index}",), MatrixPlace.indices(at[None])
-                yield MatrixPlace(slot.tensor, maps, slot.axes[0], where, gains=gains)
+                yield MatrixPlace(slot.tensor, maps, slot.axes, where, gains=gains)
 
     def at(self, coordinates: Mapping[str, Tensor]) -> Matrices:
         """Return the part at some coordinates: their exponential."""

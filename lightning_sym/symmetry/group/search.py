@@ -68,14 +68,14 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class MatrixPlace:
-    """Positions on one axis of a tensor that matrices act on.
+    """Positions on an axis of a tensor, or on the members and units of a stack, that matrices act on.
 
     The matrices are those of a factor, or relaxed ones instead of them.
 
     Attributes:
         tensor: Name of the tensor.
         maps: Names of the matrices, all of one size.
-        axis: The axis.
+        axes: The axis, or those of a stack.
         at: The positions. Shape (matrices, size, places), int64.
         inverse: Whether the inverse transposes act.
         gains: Gains that conjugate the matrices: names, elements of shape (size,), and powers.
@@ -83,7 +83,7 @@ class MatrixPlace:
 
     tensor: str
     maps: tuple[str, ...]
-    axis: int
+    axes: tuple[int, ...]
     at: Tensor
     inverse: bool = False
     gains: tuple[tuple[str, Tensor, int], ...] = ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
-from lightning_sym.symmetry.arrays import Floats
+from lightning_sym.symmetry.arrays import Floats, together
 from lightning_sym.symmetry.group.between_gains import NO_MATRIX, Matrices
 from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
@@ -70,7 +70,7 @@ def stream_rows(
             continue
         for number, at, powers in structure.rotated_places.get(slot.offset, ()):
             if number == index:
-                tensor = tensors[slot.tensor].detach().movedim(slot.axes[0], 0)
+                tensor = together(tensors[slot.tensor].detach(), slot.axes)
                 rows = tensor.index_select(0, torch.from_numpy(at).to(tensor.device)).reshape(len(at), -1)
                 for (name, place), power in zip(rotation.gains, powers, strict=True):
                     if power:
@@ -128,7 +128,7 @@ def weight_products(
             continue
         for number, at, powers in structure.rotated_places.get(slot.offset, ()):
             if number == index:
-                pair = [own[slot.tensor].detach().movedim(slot.axes[0], 0) for own in (target, current)]
+                pair = [together(own[slot.tensor].detach(), slot.axes) for own in (target, current)]
                 if slot.offset not in structure.rotated_whole:
                     pair = [own.index_select(0, torch.from_numpy(at).to(own.device)) for own in pair]
                 left, right = (own.reshape(len(at), -1) for own in pair)
@@ -215,7 +215,7 @@ def _sign_of_ones(structure: Structure, index: int, generator: int, tensors: Map
             flips = structure.signs[slot.offset + int(at[0]), generator] % 2
             if number != index or any(powers) or not flips or slot.tensor not in tensors:
                 continue
-            rows = tensors[slot.tensor].detach().movedim(slot.axes[0], 0).to("cpu", torch.float64)
+            rows = together(tensors[slot.tensor].detach(), slot.axes).to("cpu", torch.float64)
             rows = rows.index_select(0, torch.from_numpy(at)).reshape(len(at), -1)
             total = rows.sum(0)
             total[total.abs() <= _CLOSE * rows.abs().sum(0)] = 0

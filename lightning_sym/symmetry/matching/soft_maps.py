@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lightning_sym.symmetry.arrays import apart, together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.search import MatrixPlace
 
@@ -66,8 +67,9 @@ class SoftMaps:
             for gain, elements, power in place.gains:
                 around = weights[gain].reshape(-1)[elements.to(tensor.device)] ** power
                 matrices = around[:, None] * matrices / around
-            lines, at = tensor.movedim(place.axis, 0), place.at.to(tensor.device)
+            lines, at = together(tensor, place.axes), place.at.to(tensor.device)
             old = lines[at]  # (matrices, size, places, other axes)
             new = (matrices @ old.flatten(2)).view_as(old)
-            tensor = lines.index_copy(0, at.flatten(), new.flatten(0, 2)).movedim(0, place.axis)
+            sizes = tuple(tensor.shape[axis] for axis in place.axes)
+            tensor = apart(lines.index_copy(0, at.flatten(), new.flatten(0, 2)), place.axes, sizes)
         return tensor

@@ -19,9 +19,10 @@ aten = torch.ops.aten
 # Tensors of one role in modules that do the same, by name: one for each module.
 Role = tuple[str, ...]
 _JOINS = ("cat", "stack")
-_CHAINS = (("add",), ("maximum", "max", "fmax"), ("minimum", "min", "fmin"))
-# Operations that read a part of a value, with the arguments that choose the part.
-_PARTS = {"select": (2,), "slice": (2, 3), "getitem": (1,)}
+_CHAINS = {"add": "add"} | dict.fromkeys(("maximum", "max", "fmax"), "max")
+_CHAINS |= dict.fromkeys(("minimum", "min", "fmin"), "min")
+# Operations that read a part of a value, or compare places with one, with the arguments that choose the part.
+_PARTS = {"select": (2,), "slice": (2, 3), "getitem": (1,), "index": (1,), "index_select": (2,), "eq": (1,)}
 
 
 class Branches(NamedTuple):
@@ -93,6 +94,13 @@ def _described(capture: Capture, node: fx.Node, kind: dict[fx.Node, int]) -> _No
     return _Node(node.target, (repr(given),))
 
 
+def _inputs(capture: Capture, node: fx.Node) -> list[fx.Node]:
+    """Return the values that an operation reads, without the place of a part unless a buffer holds it."""
+    given = node.all_input_nodes
+    is_part = name_of(node) in ("index", "index_select")
+    return [own for own in given if not is_part or own is given[0] or own in capture.states]
+
+
 def _without_place(node: fx.Node) -> list[Any]:
     """Return the arguments of an operation without the place of the part that it reads, but with its size."""
     args, value = list(node.args), node.meta.get("val")
@@ -103,20 +111,24 @@ def _without_place(node: fx.Node) -> list[Any]:
 
 
 def _joined(capture: Capture) -> Iterator[Sequence[fx.Node]]:
-    """Yield the values that each concatenation, stack, and chain of sums, maxima or minima joins."""
+    """Yield the values that each concatenation, stack, and chain of sums or extrema joins."""
     for node in capture.graph.nodes:
-        names = next((own for own in _CHAINS if name_of(node) in own), ())
         if name_of(node) in _JOINS:
             yield node.args[0]
-        elif names and not any(name_of(user) in names for user in node.users):
+        elif (chain := _chain_of(node)) and not any(_chain_of(user) == chain for user in node.users):
             leaves, left = [], [node]
             while left:
                 own = left.pop()
-                if name_of(own) in names and shape_of(own) == shape_of(node):
+                if _chain_of(own) == chain and shape_of(own) == shape_of(node):
                     left += [given for given in own.args[:2] if isinstance(given, fx.Node)]
                 else:
                     leaves.append(own)
             yield leaves
+
+
+def _chain_of(node: fx.Node) -> str | None:
+    """Return which function of two values an operation is, if it may be applied to several in any order."""
+    return _CHAINS.get(name_of(node)) if len(node.all_input_nodes) == 2 or name_of(node) == "add" else None
 
 
 def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
@@ -136,7 +148,7 @@ def _branches(capture: Capture, branches: Sequence[fx.Node]) -> Branches | None:
                 return None
             roles[nodes[0]] = nodes
             continue
-        left += zip(*(node.all_input_nodes for node in nodes), strict=True)
+        left += zip(*(_inputs(capture, node) for node in nodes), strict=True)
     inside = {node for nodes in met for node in nodes}
     weights = [node for nodes in roles.values() for node in nodes if "kept" not in node.meta]
     if {*branches} <= {*weights}:

@@ -150,7 +150,7 @@ def pieces(r: Rewriter, nodes: Sequence[fx.Node], readers: Sequence[fx.Node] = (
     found = branches.parts_of_one(nodes)
     if found is None and readers and r.capture.stacks:
         found = branches.lift(nodes, readers)
-        found = found if found is not None and found.along and branches.experts else None
+        found = found if found is not None and found.along and branches.mixes else None
     return None if found is None else found.node
 
 
@@ -253,8 +253,8 @@ class _Branches:
         name = r.name(first)
         if not name or any(node.target is not first.target for node in nodes):
             return None
-        moves = name in VIEWS or name == "mT"  # may have several readers
-        if not moves and not all(self._is_inside(node) for node in nodes):
+        several = name in VIEWS or name == "mT" or bool(r.capture.stacks)  # readers; of stacks, all must be combined
+        if not several and not all(self._is_inside(node) for node in nodes):
             return None
         if any(len(node.args) != len(first.args) or node.kwargs != first.kwargs for node in nodes):
             return None

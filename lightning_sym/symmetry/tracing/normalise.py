@@ -83,7 +83,7 @@ from lightning_sym.symmetry.tracing.parting import EARLIER
 from lightning_sym.symmetry.tracing.regions import recognise
 from lightning_sym.symmetry.tracing.rewriting import Rewrite, Rewriter
 from lightning_sym.symmetry.tracing.segments import spread_edges
-from lightning_sym.symmetry.tracing.selections import read_sums, softmax
+from lightning_sym.symmetry.tracing.selections import is_chosen, read_sums, softmax
 from lightning_sym.symmetry.tracing.sums import (
     gathered,
     normalised,
@@ -574,7 +574,8 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
         # Keys that several queries share.
         return r.insert(aten.repeat_interleave.self_int, r.insert(aten.cat.default, different, axis), times, axis)
     whole = joined(r, parts, axis)
-    return together(r, node) if whole is None else whole
+    folds = any(_stacked(r, user) is node for user in node.users)  # it becomes a chain of sums or the like
+    return together(r, node) if whole is None and not folds else whole
 
 
 def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
@@ -586,7 +587,7 @@ def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int)
 
 
 def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite constant indices that repeat each entry of an axis: keys that several queries share."""
+    """Rewrite constant indices that repeat each entry of an axis (keys that several queries share) or read a range."""
     value, place = node.args[0], node.args[2 if r.name(node) != "index" else 1]
     axis: Any = node.args[1]
     if r.name(node) == "gather":
@@ -601,7 +602,10 @@ def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     count = r.shape(value)[axis]
     times = len(known) // count
     if len(known) != times * count or not isinstance(value, fx.Node) or not times:
-        return None
+        start = int(known[0]) % count if len(known) and count else 0
+        is_range = len(known) and torch.equal(known % count, torch.arange(start, start + len(known)).to(known))
+        return r.insert(aten.slice.Tensor, value, axis, start, start + len(known)) if (
+            is_range and r.made_of(value) == "inputs") else None  # fmt: skip
     if torch.equal(known, torch.arange(count).repeat_interleave(times).to(known)):
         return value if times == 1 else r.insert(aten.repeat_interleave.self_int, value, times, axis)
     if torch.equal(known, torch.arange(count).repeat(times).to(known)):
@@ -669,5 +673,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
     "nan_to_num": of_softmax,
     "softmax": softmax,
+    "eq": is_chosen,
     **REWRITES,
 }

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.masks import without_common
+from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.sums import terms_of
 
@@ -68,6 +69,19 @@ def _topk(r: Rewriter, least: Any, scores: fx.Node, axis: int) -> fx.Node | None
         return None
     options = [*best.args[2:], -1, True][:2]
     return best if options[0] % rank == axis and options[1] else None
+
+
+def is_chosen(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the comparison of the places of the largest values with a number as an entry of indicators."""
+    places, number = node.args[:2]
+    best: Any = places.args[0] if r.name(places) == "getitem" and places.args[1] == 1 else None  # type: ignore[union-attr]
+    if r.name(best) != "topk" or not isinstance(number, int):
+        return None
+    size = r.shape(best.args[0])[argument(best, 2, "dim", -1)]
+    if not 0 <= number < size:
+        return None
+    indicators = r.insert(aten.one_hot.default, places, size)
+    return r.insert(aten.to.dtype, r.insert(aten.select.int, indicators, -1, number), torch.bool)
 
 
 def read_sums(r: Rewriter, node: fx.Node) -> fx.Node | None:

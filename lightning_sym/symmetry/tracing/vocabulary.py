@@ -290,7 +290,8 @@ class Trace(Joining):
     def _for_each_block(self, value: Value, goes: Goes, other: Value, others: Goes) -> Value:
         """Copy a factor's units for each block (head) of the other factor, if the first is constant along blocks."""
         for axis, target in enumerate(goes):
-            if target is None or target not in others or len(value.labels) != 1 or axis in value.labels[0].axes:
+            single = len(value.labels) == 1 and value.labels[0].axes  # a number has a scale, but no units
+            if target is None or target not in others or not single or axis in value.labels[0].axes:
                 continue
             across = others.index(target)
             size = other.shape[across]

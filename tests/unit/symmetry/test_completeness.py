@@ -8,8 +8,10 @@ import pytest
 import torch
 from helpers import Program, of, parameter
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lightning_sym.symmetry import Symmetry, completeness, trace_symmetry
+from lightning_sym.landscape.outputs import NetworkOutputs
+from lightning_sym.symmetry import Symmetry, completeness, local_dimension, trace_symmetry
 
 pytestmark = pytest.mark.measured
 
@@ -94,6 +96,44 @@ def test_weights_that_are_special_raise_no_alarm() -> None:
         own[2].weight.zero_()
     symmetry = trace_symmetry(own, torch.zeros(2, 4))
     assert (symmetry.nullity, symmetry.notes) == (6, ())
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cdist": lambda z, c: torch.cdist(z, c),
+    "other norm": lambda z, c: torch.cdist(z, c, 3.0),
+    "differences": lambda z, c: (z[:, None] - c).norm(dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_distances_have_the_right_derivative(name: str) -> None:
+    """Under ``vmap``, torch's derivative of ``cdist`` is another one."""
+
+    def quantise(s: Any, x: Tensor) -> Tensor:
+        return s.o((-DISTANCES[name](s.e(x), s.c).square()).softmax(-1) @ s.c)
+
+    own = network(quantise, e=of(L, 7, 3), c=parameter(5, 3), o=of(L, 3, 2))
+    symmetry = trace_symmetry(own, vectors(3, 7))
+    whole = 3 if name == "other norm" else 11  # translations; matrices, as the softmax ignores what all codes share
+    assert symmetry.nullity == whole
+    assert local_dimension(symmetry, own, vectors(100, 7)).nullity == whole
+    outputs = NetworkOutputs(own, vectors(40, 7))
+    assert int(torch.linalg.matrix_rank(outputs.jacobian(outputs.own))) == len(outputs.own) - whole
+
+
+def test_indicators_are_computed_in_one_batch() -> None:
+    with completeness._Batched(leaky=False):
+        found = torch.vmap(lambda own: F.one_hot(own.argmax(-1), num_classes=3))(vectors(4, 2, 3))
+    assert torch.equal(found, F.one_hot(vectors(4, 2, 3).argmax(-1), 3))
+
+
+def test_an_error_of_the_group_is_not_taken_for_a_missing_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*given: Any) -> Any:
+        raise IndexError("of the group")
+
+    monkeypatch.setattr(completeness, "tangents_at", broken)
+    with pytest.raises(IndexError, match="of the group"):
+        trace_symmetry(perceptron(3, 4, 2), vectors(2, 3))
 
 
 def test_tokens_that_the_example_lacks_raise_no_alarm() -> None:
