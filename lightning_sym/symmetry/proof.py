@@ -80,6 +80,8 @@ class LowestPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float64:
+            return result
         came = [_real(leaf.dtype) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if torch.float64 in came:  # results made of constants only are the same before and after
             for leaf in pytree.tree_leaves(result):
@@ -145,12 +147,23 @@ def outputs_of(network: nn.Module, call: Call) -> list[Tensor]:
     return [tensor.detach() for tensor in call.outputs_of(network)]
 
 
-def _all_outputs(network: nn.Module, batches: Iterable[Call]) -> list[list[Tensor]]:
+def _all_outputs(
+    network: nn.Module, batches: Sequence[Call], lowest: LowestPrecision | None = None
+) -> list[list[Tensor]]:
     """Return the outputs for several batches.
+
+    Args:
+        network: The network.
+        batches: Its inputs.
+        lowest: Records the lowest precision, unless the network has operations that do not run while others watch
+            (torch.cond).
 
     Raises:
         ValueError: If the network does not run.
     """
+    if lowest is not None:
+        with contextlib.suppress(ValueError), lowest:
+            return _all_outputs(network, batches)
     try:
         with containers_kept(network):  # weights that modules compute and keep are recomputed for other weights
             return [outputs_of(network, batch) for batch in batches]
@@ -361,13 +374,11 @@ def largest_change(
     element: Element | None = None
     for sample in range(samples):
         these, amount = batches[sample % len(batches)], noise[sample % len(noise)]
-        lowest = LowestPrecision()
-        try:
-            with lowest if not sample else contextlib.nullcontext():
-                before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
-        except ValueError:  # some operations (torch.cond) do not run while others watch: then nothing lower is allowed
-            before = _perturbed_outputs(symmetry, network, these, amount, generator, own)
-        precision = lowest.dtype if not sample else precision
+        if sample and math.isinf(amount):  # noise as large as the network's weights; elements made of it may be larger
+            network.load_state_dict(own)
+        lowest = None if sample else LowestPrecision()
+        before = _perturbed_outputs(symmetry, network, these, amount, generator, own, lowest)
+        precision = lowest.dtype if lowest is not None else precision
         seen = seen or any(informative(outputs) for outputs in before)
         element = moving_element(symmetry, network, generator, scale, element)
         worst = max(worst, change_by(symmetry, element, network, these, before, precision, generator, tolerance))
@@ -421,11 +432,7 @@ def change_between(
         generator: Where randomness comes from.
     """
     lowest = LowestPrecision()
-    try:
-        with lowest:
-            before = _all_outputs(one, batches)
-    except ValueError:  # as in `largest_change`
-        before = _all_outputs(one, batches)
+    before = _all_outputs(one, batches, lowest)
     after = _all_outputs(two, batches)
     found = max(change(old, new) for old, new in zip(before, after, strict=True))
     if found > tolerance_of(lowest.dtype):
@@ -456,20 +463,19 @@ def _perturbed_outputs(
     amount: float,
     generator: torch.Generator,
     own: Mapping[str, Tensor],
+    lowest: LowestPrecision | None,
 ) -> list[list[Tensor]]:
     """Add noise to the weights, and return the outputs: less of it, around their own, where they are not finite.
 
     Some networks need weights that are like their own (a positive one under a logarithm or a root).
     """
     if not amount:
-        return _all_outputs(network, batches)
-    if math.isinf(amount):  # noise as large as the network's weights; elements made of it may be larger
-        network.load_state_dict(own)
+        return _all_outputs(network, batches, lowest)
     usual: int | None = None  # number of finite outputs with the network's weights
     for less in (amount, *(least for least in (0.3, 0.03, 0.003, 0.0) if least < amount)):
         if less:
             perturb(symmetry, network, less, generator)
-        outputs = _all_outputs(network, batches)
+        outputs = _all_outputs(network, batches, lowest)
         if not less or _finite(outputs) == sum(t.numel() for found in outputs for t in found):
             break
         noisy_weights = _detached(network)

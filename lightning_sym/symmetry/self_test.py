@@ -159,21 +159,22 @@ def _prove(
         The tested copy of the network, with random weights.
     """
     whole = double(symmetry.examples)
-    symmetry.elements_tried = 2
     for examples, few, exact in _trials(network, whole) if thrifty else [(whole, False, double_copy(network))]:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad(), evaluating(exact):
             batches = [batch for example in examples for batch in batches_of(exact, example, generator, thrifty=few)]
+            once = few and not symmetry.factors.chances
+            symmetry.elements_tried = 1 if once else 2
             try:
                 symmetry.worst_error, symmetry.precision = largest_change(
                     symmetry,
                     exact,
-                    [batches[::2], batches[1::2]] if few else [batches],
+                    [batches[1::2]] if once else [batches[::2], batches[1::2]] if few else [batches],
                     own=network.state_dict(),
-                    samples=2,
+                    samples=symmetry.elements_tried,
                     scale=0.5,
                     generator=generator,
-                    noise=(0.3, math.inf),
+                    noise=(math.inf,) if once else (0.3, math.inf),
                     tolerance=tolerance,
                 )
             except ValueError:

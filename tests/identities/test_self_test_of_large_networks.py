@@ -7,8 +7,8 @@ import torch
 from helpers import assert_refused
 from torch import Tensor, nn
 
-from lightning_sym.symmetry import Trace, Value, register_rule, trace_symmetry
-from lightning_sym.symmetry.proof import cropped
+from lightning_sym.symmetry import Trace, Value, register_rule, self_test, trace_symmetry
+from lightning_sym.symmetry.proof import cropped, moving_element
 from lightning_sym.symmetry.tracing import rules
 
 X = torch.randn(2, 3, 160, 160)
@@ -69,10 +69,8 @@ def test_images_are_cut_where_the_network_takes_parts(
     assert seen == tested
     assert symmetry.worst_error <= 1e-10
     assert symmetry.check(network) <= 1e-10  # on the example as it is
-    assert (symmetry.dimension, symmetry.elements_tried) == (
-        16 + 256 + 16,
-        2,
-    )  # scales, matrices, biases before the head
+    assert symmetry.dimension == 16 + 256 + 16  # scales, matrices, biases before the head
+    assert symmetry.elements_tried == 1
 
 
 def test_a_rule_that_allows_too_much_is_found_on_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +101,72 @@ def test_what_is_cut() -> None:
     assert [tuple(cut[0][name].shape) for name in given] == [(2, 3, 64, 64), (2, 3, 64, 96), (2, 90)]
     assert torch.equal(cut[0]["pixels"], given["pixels"][..., :64, :64])
     assert cut[1].shape == (2, 100, 70)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tried"),
+    [((8, 8), 1), ((8, 1), 1), ((8, 2), 2), ((1, 1), 2), ((7, 8), 2)],
+    ids=["many signs", "a single one", "few", "two of them", "few before many"],
+)
+def test_few_signs_ask_for_a_second_element(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], tried: int
+) -> None:
+    monkeypatch.setattr(self_test, "_LARGE", 0)
+    one, two = sizes
+    network = nn.Sequential(nn.Linear(4, one), nn.Tanh(), nn.Linear(one, two), nn.Tanh(), nn.Linear(two, 3))
+    assert trace_symmetry(network, torch.randn(2, 4)).elements_tried == tried
+
+
+@pytest.mark.parametrize("heads", [2, 3, 8])
+def test_few_heads_ask_for_a_second_element(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
+    monkeypatch.setattr(self_test, "_LARGE", 0)
+    layer = nn.TransformerEncoderLayer(24, heads, 16, dropout=0.0, batch_first=True, norm_first=True)
+    network = nn.Sequential(nn.Linear(4, 24), layer, nn.Linear(24, 3)).eval()
+    assert trace_symmetry(network, torch.randn(2, 5, 4)).elements_tried == 1 + (heads == 3)
+
+
+def test_a_single_sign_changes_in_one_element() -> None:
+    network = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh(), nn.Linear(1, 3))
+    symmetry = trace_symmetry(network, torch.randn(2, 4), check=False)
+    for seed in range(8):
+        element = moving_element(symmetry, network, torch.Generator().manual_seed(seed), 0.5, None)
+        assert symmetry.act(element, network, check=False)[4].weight.sign().ne(network[4].weight.sign()).all()
+
+
+@pytest.mark.parametrize(
+    ("operation", "activation", "allowed"),
+    [
+        ("tanh", nn.Tanh(), {"positive_scales": True}),
+        ("sigmoid", nn.Sigmoid(), {"signs": True}),
+        ("gelu", nn.GELU(), {"positive_scales": True}),
+        ("relu", nn.ReLU(), {"positive_scales": True, "signs": True}),
+        ("elu", nn.ELU(), {"signs": True}),
+        ("softplus", nn.Softplus(), {"signs": True}),
+        ("hardtanh", nn.Hardtanh(), {"positive_scales": True}),
+        ("silu", nn.SiLU(), {"positive_scales": True}),
+        ("leaky_relu", nn.LeakyReLU(), {"signs": True}),
+        ("mish", nn.Mish(), {"positive_scales": True}),
+    ],
+)
+def test_one_element_finds_a_rule_that_allows_too_much(
+    monkeypatch: pytest.MonkeyPatch, operation: str, activation: nn.Module, allowed: dict[str, bool]
+) -> None:
+    monkeypatch.setattr(self_test, "_LARGE", 0)
+
+    def wrong(trace: Trace, value: Value, *args: Any, **keywords: Any) -> Value:
+        return trace.elementwise(value, **allowed)
+
+    monkeypatch.setattr(rules, "_RULES", {**rules._RULES, f"aten::{operation}": wrong})
+    elements: list[int] = []
+    change = self_test.largest_change
+
+    def counted(*args: Any, samples: int, **keywords: Any) -> Any:
+        elements.append(samples)
+        return change(*args, samples=samples, **keywords)
+
+    monkeypatch.setattr(self_test, "largest_change", counted)
+    network = nn.Sequential(nn.Linear(5, 16), activation, nn.Linear(16, 12), activation, nn.Linear(12, 3))
+    assert_refused(
+        trace_symmetry, network, torch.randn(2, 5), says="the self-test changed the output", error=RuntimeError
+    )
+    assert set(elements) == {1}

@@ -10,10 +10,10 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from lightning_sym.symmetry.arrays import Bools, Floats, Ints, along, odd, odd_entries
+from lightning_sym.symmetry.arrays import Bools, Floats, Ints, along, odd, odd_entries, rising
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.equations import of_single_units, solved
-from lightning_sym.symmetry.group.factor import Draw, Factor
+from lightning_sym.symmetry.group.factor import MANY, Draw, Factor
 from lightning_sym.symmetry.group.gained_forms import held_scales
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.gauge import without_balance
@@ -289,7 +289,22 @@ class Sign(Diagonal):
         if not draw.signs:
             return self.identity()
         drawn = torch.randint(0, 2, (self.forms.shape[1],), generator=draw.generator).double() * 2 - 1
+        if draw.cycles and len(self.rare) == 1:
+            drawn[self.rare] = -1.0
         return self.outside_cells(drawn)
+
+    @cached_property
+    def rare(self) -> Ints:
+        """The generators outside GL(d) blocks that no column of a table shares with many others."""
+        pairs = zip(self.structure.orbits, self.tables, strict=True)
+        columns = [column for units, table in pairs if self.structure.cell_of[units[0]] < 0 for column in table.T]
+        few = [own for own in map(rising, columns) if len(own) < MANY]
+        return rising(np.concatenate([np.zeros(0, np.int64), *few]))
+
+    @property
+    def chances(self) -> int:
+        """The number of rare generators; a single one flips in each element that moves all units."""
+        return len(self.rare) if len(self.rare) > 1 else 0
 
     def sample_at(self, seen: Slot, values: Factor[Tensor], draw: Draw) -> Tensor:
         """Draw uniform signs; see :class:`Factor`."""

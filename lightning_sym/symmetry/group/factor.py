@@ -64,6 +64,10 @@ class Draw:
         return (self.closed or {}).get(factor, frozenset())
 
 
+# So many independent signs leave nothing to chance: all of them are rarely equal to those of a smaller group.
+MANY = 8
+
+
 def passes(gain: Tensor) -> bool:
     """Return whether matrices pass a gain with diagonal D, so that D A D^-1 exists: no entry is zero or infinite."""
     return bool((gain.isfinite() & (gain != 0)).all())
@@ -210,6 +214,11 @@ class Factor(ABC, Generic[P]):
     def unlike(self, own: P, other: P) -> P:
         """Return a random part, changed so that it and another one together leave as little as possible alone."""
         return own
+
+    @property
+    def chances(self) -> int:
+        """The number of choices with so few outcomes that one random part may equal a part of a smaller group."""
+        return 0
 
     def sample_at(self, seen: Slot, values: "Factor[P]", draw: Draw) -> P:
         """Draw a random part that changes the units that are seen in one place, and no others.
@@ -763,6 +772,11 @@ class Factors:
     def sample(self, group: str, draw: Draw) -> Element:
         """Draw an element."""
         return Element(group, {factor.name: factor.sample(draw) for factor in self})
+
+    @property
+    def chances(self) -> int:
+        """The number of choices with few outcomes; see :attr:`Factor.chances`."""
+        return sum(factor.chances for factor in self)
 
     def closed(self, tensors: Mapping[str, Tensor]) -> dict[str, frozenset[int]]:
         """Return the numbers of matrices that cannot act at some weights, by factor; see :meth:`Factor.closed`."""

@@ -13,7 +13,7 @@ from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.diagonal import Sign
 from lightning_sym.symmetry.group.element import Element
-from lightning_sym.symmetry.group.factor import Additive, Draw
+from lightning_sym.symmetry.group.factor import MANY, Additive, Draw
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Wanted
 from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.rearranging import Summand
@@ -43,6 +43,11 @@ class HalfTurn(Additive):
             return self.identity()
         drawn = torch.randint(-_MOST, _MOST + 1, (self.size,), generator=draw.generator).double()
         return torch.where(torch.from_numpy(self.structure.half_turns.odd), drawn, 2 * (drawn / 2).trunc())
+
+    @property
+    def chances(self) -> int:
+        """The number of half turns, if they are few."""
+        return self.size if self.size < MANY else 0
 
     def carried(self, own: Tensor, by: Element, back: Element) -> Tensor:
         """Permute the numbers along with their entries, with the signs of the biases; see :class:`Factor`."""

@@ -13,6 +13,8 @@ from lightning_sym.symmetry.group.order import find_order
 from lightning_sym.symmetry.group.search import MatrixPlace
 from lightning_sym.symmetry.tracing.structure import Slot
 
+_FEW = 5  # units; of more, 24 cycles and more move all
+
 
 class Permutation(Factor[Tensor]):
     """Permutations of the units within each cell, and of blocks, member by member."""
@@ -48,6 +50,15 @@ class Permutation(Factor[Tensor]):
             new, old = (order, np.roll(order, 1)) if draw.cycles else (np.arange(len(blocks)), order)
             permutation[blocks[new]] = permutation[blocks[old]]
         return torch.from_numpy(permutation)
+
+    @property
+    def chances(self) -> int:
+        """The number of cells and blocks with several permutations that leave no unit fixed, but only a few."""
+        structure = self.structure
+        moved = zip(structure.orbits, structure.cells, structure.movable, strict=True)
+        counts = [np.bincount(cells) for units, cells, moves in moved if moves and structure.cell_of[units[0]] < 0]
+        counts.append(np.array([len(blocks) for blocks in structure.blocks], np.int64))
+        return int(sum(((count > 2) & (count < _FEW)).sum() for count in counts))
 
     rung, bounded, keeps_norms = Rung.ORDER, True, True
 

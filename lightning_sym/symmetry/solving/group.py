@@ -26,7 +26,7 @@ from lightning_sym.symmetry.solving.units import Positions, merge_units
 from lightning_sym.symmetry.solving.unread import unread_units
 from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
-from lightning_sym.symmetry.tracing.numbering import Hashes, flat
+from lightning_sym.symmetry.tracing.numbering import Hashes, flat, marked
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
 _MANY = 1_000_000  # number of atoms above which memory is returned to the system
@@ -114,9 +114,9 @@ def find_group(labels: Labels, known: Known) -> Group:
     irregular = [own.slots for own in copies if own is not None and not (own.scales.complete and own.signs.complete)]
     if irregular:  # the action of block permutations on their scales is unknown
         blocks = blocks.without(flat(irregular))
-    in_blocks = flat(list(blocks.members))
+    in_blocks = marked(int(blocks.number_of.max(initial=-1)) + 1, *blocks.members)
     movable = [  # units in cells of size 1 move with blocks only
-        moves and (len(units) == 1 or bool(np.bincount(cells).max() > 1) or bool(np.isin(units, in_blocks).any()))
+        moves and (len(units) == 1 or bool(np.bincount(cells).max() > 1) or bool(in_blocks[units].any()))
         for moves, units, cells in zip(orbits.movable, orbits.units, orbits.cells, strict=True)
     ]
     orbits = orbits._replace(movable=movable)

@@ -10,7 +10,7 @@ from lightning_sym.symmetry.arrays import Ints, rising
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.scales import Forms
 from lightning_sym.symmetry.solving.units import Positions, tagged
-from lightning_sym.symmetry.tracing.numbering import Hashes, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.numbering import Hashes, flat, marked, mix, sum_by
 
 
 class Orbits(NamedTuple):
@@ -139,11 +139,13 @@ def _together(orbits: Orbits, positions: Positions, forms: Forms) -> Orbits:
     The coordinates of a head, which rotary positions distinguish, thus form one axis group instead of many.
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    for index, (own, moves, matrix) in enumerate(zip(orbits.cells, orbits.movable, orbits.columns, strict=True)):
-        first = matrix[0]
+    firsts = [matrix[0] for matrix in orbits.columns]
+    acting, end = [own[flat(firsts)] for own in forms], 0
+    for index, (own, moves, first) in enumerate(zip(orbits.cells, orbits.movable, firsts, strict=True)):
         key: tuple[Any, ...] = (index,)
+        begin, end = end, end + len(first)
         if len(rising(own)) == len(own):
-            patterns = (_pattern(acting[first]) for acting in forms)
+            patterns = (_pattern(rows, begin, end) for rows in acting)
             key = (moves, positions.where[first].tobytes(), positions.copy[first].tobytes(), *patterns)
         kinds.setdefault(key, []).append(index)
     joined = orbits._replace(units=[], cells=[], movable=[], columns=[])
@@ -157,8 +159,10 @@ def _together(orbits: Orbits, positions: Positions, forms: Forms) -> Orbits:
     return joined
 
 
-def _pattern(forms: sparse.csr_matrix) -> tuple[bytes, ...]:
-    """Hash rows of exponents, up to the names of the generators."""
-    names = {generator: number for number, generator in enumerate(dict.fromkeys(forms.indices.tolist()))}
-    renamed = np.array([names[generator] for generator in forms.indices.tolist()], np.int64)
-    return forms.indptr.tobytes(), renamed.tobytes(), forms.data.tobytes()
+def _pattern(forms: sparse.csr_matrix, begin: int, end: int) -> tuple[bytes, ...]:
+    """Hash some successive rows of exponents, up to the names of the generators."""
+    starts = forms.indptr[begin : end + 1]
+    generators = forms.indices[starts[0] : starts[-1]].tolist()
+    names = {generator: number for number, generator in enumerate(dict.fromkeys(generators))}
+    renamed = np.array([names[generator] for generator in generators], np.int64)
+    return (starts - starts[0]).tobytes(), renamed.tobytes(), forms.data[starts[0] : starts[-1]].tobytes()

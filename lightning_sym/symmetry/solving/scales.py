@@ -235,7 +235,7 @@ def _used(forms: sparse.csr_matrix, rows: int) -> sparse.csr_matrix:
 def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
     """Return the generators of each unit of an orbit, and the columns that show them; see `tabulate`."""
     units = np.arange(len(matrix))
-    count = np.diff(forms.indptr)[matrix]
+    count = forms.indptr[matrix + 1] - forms.indptr[matrix]
     alone = np.flatnonzero((count == 1).all(0) & bool(len(units)))
     first = forms.indices[forms.indptr[matrix[:1, alone].ravel()]]
     found = alone[np.sort(np.unique(first, return_index=True)[1])].tolist()
@@ -245,8 +245,9 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
     ends = acting.indptr[:: max(len(units), 1)].tolist()
     unit = np.repeat(np.tile(units, len(later)), np.diff(acting.indptr))
     pairs, pair = np.unique(unit * forms.shape[1] + acting.indices, return_inverse=True)
-    held = [units * forms.shape[1] + generators for generators in chosen]
-    taken = np.isin(pairs, np.concatenate([np.zeros(0, np.int64), *held]))
+    held = flat([units * forms.shape[1] + generators for generators in chosen])
+    taken, place = np.zeros(len(pairs) + 1, bool), np.searchsorted(pairs, held)
+    taken[place[np.append(pairs, -1)[place] == held]] = True
     left, grew = list(range(len(later))), True
     while grew:
         grew, further = False, []

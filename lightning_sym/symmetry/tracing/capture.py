@@ -172,6 +172,7 @@ class Mark:
     call: int = 0
 
 
+@functools.cache
 def operation_name(target: Any) -> str:
     """Return the name of a graph operation without the namespace ``aten``."""
     schema = getattr(target, "_schema", None)

@@ -8,6 +8,7 @@ import numpy as np
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints
+from lightning_sym.symmetry.tracing.numbering import Numbers, components
 
 _MOST = 2**20  # maximal entries of a parameter along axes that several of its slots share
 
@@ -47,14 +48,15 @@ def solve(
         Every solution: variable i = sum over generators g of forms[i, g] x_g, with one generator per free dimension.
         Shape (variables, generators); modulo 2 for signs.
     """
-    widths = [np.full(len(variables), variables.shape[1]) for variables, _ in equations]
-    starts = np.cumsum(np.concatenate([np.zeros(1, np.int64), *widths]))
-    variable = np.concatenate([np.zeros(0, np.int64), *(variables.ravel() for variables, _ in equations)])
+    root, equations = _equal(number, equations, modulo_two=modulo_two)
+    widths = [np.full(len(variables), variables.shape[1], np.int32) for variables, _ in equations]
+    starts = np.cumsum(np.concatenate([np.zeros(1, np.int32), *widths]), dtype=np.int32)
+    nothing = np.zeros(0, np.int32)
+    variable = np.concatenate([nothing, *(own.ravel() for own, _ in equations)], dtype=np.int32, casting="same_kind")
     coefficient = np.concatenate([np.zeros(0), *(np.tile(once, len(variables)) for variables, once in equations)])
     rows = sparse.csr_matrix((coefficient, variable, starts), shape=(len(starts) - 1, number))
-    root, factor = np.arange(number), np.ones(number)
-    zero = np.zeros(number, bool)
-    zero[zeros] = True
+    factor, zero = np.ones(number), np.zeros(number, bool)
+    zero[root[zeros]] = True
 
     def substituted(rows: sparse.csr_matrix) -> sparse.csr_matrix:
         """Write every variable of some rows as factor x root, or as zero."""
@@ -103,6 +105,19 @@ def solve(
     forms.data[np.abs(forms.data) < 1e-9] = 0
     forms.eliminate_zeros()
     return forms
+
+
+def _equal(
+    number: int, equations: list[tuple[Ints, Floats]], *, modulo_two: bool
+) -> tuple[Numbers, list[tuple[Ints, Floats]]]:
+    """Return the smallest variable equal to each one, and the equations that do not say that two are equal."""
+    pairs, others = [], []
+    for variables, once in equations:
+        equal = len(once) == 2 and ((np.mod(once, 2) == 1).all() if modulo_two else once[0] == -once[1])
+        (pairs if equal else others).append((variables, once))
+    if not pairs:
+        return np.arange(number, dtype=np.int32), others
+    return components(number, [(own[:, 0], own[:, 1]) for own, _ in pairs]).astype(np.int32), others
 
 
 def _once(rows: sparse.csr_matrix) -> sparse.csr_matrix:

@@ -13,19 +13,23 @@ from lightning_sym.symmetry.arrays import Bools, Ints, rising
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.integer[Any]]  # 32-bit where there are millions
 _AT_ONCE = 2**17  # positions hashed in memory at once
+_IN_CACHE = 2**14  # numbers scrambled at once
 
 
 def mix(values: Numbers) -> Hashes:
     """Scramble integers (splitmix64), so that sums of them identify multisets."""
-    x = np.array(values, np.uint64, ndmin=1)  # a copy, which is then scrambled in place
-    with np.errstate(over="ignore"):
-        x += np.uint64(0x9E3779B97F4A7C15)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        x ^= x >> np.uint64(31)
-        x *= np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(29)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(32)
+    x = np.array(values, np.uint64).reshape(-1)  # a copy, which is then scrambled in place
+    between = np.empty(min(len(x), _IN_CACHE), np.uint64)
+    for begin in range(0, len(x), _IN_CACHE):
+        part = x[begin : begin + _IN_CACHE]
+        high = between[: len(part)]
+        part += np.uint64(0x9E3779B97F4A7C15)
+        part *= np.uint64(0xBF58476D1CE4E5B9)
+        part ^= np.right_shift(part, np.uint64(31), out=high)
+        part *= np.uint64(0x94D049BB133111EB)
+        part ^= np.right_shift(part, np.uint64(29), out=high)
+        part *= np.uint64(0xBF58476D1CE4E5B9)
+        part ^= np.right_shift(part, np.uint64(32), out=high)
     return x.reshape(np.shape(values))
 
 
