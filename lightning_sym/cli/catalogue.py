@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -107,7 +108,10 @@ def class_names() -> frozenset[str]:
 def _files_with_classes() -> dict[str, set[Path]]:
     """Return the files of this package that define classes, by the names of the classes."""
     found: dict[str, set[Path]] = {}
-    for file in {file for room in _ROOMS for folder in folders(room) for file in folder.rglob("*.py")}:
+    rooms = {folder for room in _ROOMS for folder in folders(room)}
+    # Path.rglob does not enter folders that are links.
+    inner = [Path(inner) for folder in rooms for inner, _, _ in os.walk(folder, followlinks=True)]
+    for file in {file for folder in inner for file in folder.glob("*.py")}:
         for name in re.findall(r"^class (\w+)\b", file.read_text(encoding="utf-8"), re.MULTILINE):
             found.setdefault(name, set()).add(file)
     return found

@@ -25,6 +25,7 @@ _LINEAR = 10.0
 _LINES = ("line", "lines", "steps", "error")
 _MOST = 12  # names in a legend
 _MARKED = 60  # points of a line with markers
+_TICKED = 8  # whole numbers on a logarithmic axis that all have ticks, such as widths
 
 
 @dataclass(frozen=True)
@@ -419,8 +420,13 @@ def _scale(axes: Axes, panel: Panel, every: Sequence[_Series]) -> None:
         axes.set_yscale("log")
     if "x" in panel.log:
         axes.set_xscale("log")
-        for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-            formatted(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
+        places = sorted({float(place) for one in every for place in one.places})
+        if len(places) <= _TICKED and all(place.is_integer() for place in places):
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.set_xticks(places, [f"{place:.0f}" for place in places])
+        else:
+            for formatted in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+                formatted(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
     if not np.isfinite(drawn).any():
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#7f7f7f")
 

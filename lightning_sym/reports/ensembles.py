@@ -19,7 +19,7 @@ def _gain(row: Row) -> str:
 
 def _panel(quantity: str, label: str, factor: float = 1) -> Panel:
     of: Any = {"x": "members", "group": ["kind"], "factor": factor, "table": "added"}
-    dots = Marks(f"alone_{quantity}", kind="dots", look={"alpha": 0.5}, **of)
+    dots = Marks(f"alone_{quantity}", kind="dots", label="one network", color="{kind}", look={"alpha": 0.5}, **of)
     return Panel([Marks(quantity, **of), dots], xlabel="networks in the ensemble", ylabel=label, whole=True)
 
 

@@ -175,7 +175,7 @@ def _of_zoos(summary: Sequence[Row], title: str) -> Iterator[tuple[str, Figure]]
     ]  # fmt: skip
     panel = Panel(
         marks, lambda row: f"{measure_label(row['measure'])}, layer {row['place']}", by=["place", "measure"],
-        log="x" if ordered else "", top=1.03,
+        xlabel="zoo", log="x" if ordered else "", top=1.03,
     )  # fmt: skip
     chart = Chart([panel], "Similarity within zoos: {title}", columns=2, share="xy")
     yield from chart.named("zoos", sorted(rows, key=lambda row: row["place"]), title)

@@ -5,6 +5,7 @@ from jsonargparse._parameter_resolvers import get_signature_parameters
 from pytorch_lightning import Trainer
 from pytorch_lightning.cli import LightningCLI
 
+from lightning_sym.cli import catalogue
 from lightning_sym.cli.catalogue import shipped_options
 from lightning_sym.cli.given import SECTIONS, SETTINGS, merge, path_of, read_given, unknown_option
 from lightning_sym.cli.lightning import RecipeCLI
@@ -27,6 +28,12 @@ def test_options_from_source_are_those_that_can_be_given():
     assert shipped_options("lightning_sym.tasks.ZooTask") == known["ZooTask"]
     assert shipped_options("pytorch_lightning.Trainer") == {item.name for item in get_signature_parameters(Trainer)}
     assert shipped_options("SGD") is shipped_options("other.ZooTask") is shipped_options("no such") is None
+
+
+def test_classes_are_found_in_folders_that_are_links(tmp_path, monkeypatch):
+    (tmp_path / "tasks").symlink_to(catalogue.folders("lightning_sym.tasks")[0])
+    monkeypatch.setattr(catalogue, "folders", lambda _: [tmp_path])
+    assert "ZooTask" in catalogue._files_with_classes.__wrapped__()
 
 
 @pytest.mark.parametrize("command", LightningCLI.subcommands())

@@ -151,6 +151,17 @@ def test_axes_are_logarithmic_and_have_ends_and_levels():
     assert chart(Marks("y", "x"), top=1.03).draw(table).axes[0].get_ylim()[1] == 1.03
 
 
+@pytest.mark.parametrize("places", [[8, 16, 32, 64, 128], [64, 96, 128], [100, 101, 5000]])
+def test_few_whole_numbers_on_a_logarithmic_axis_have_ticks(places):
+    (axes,) = drawn(chart(Marks("y", "x"), log="x").draw(rows(x=places, y=[1.0] * len(places)))).axes
+    assert list(axes.get_xticks()) == places
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(map(str, places))
+    assert not len(axes.get_xticks(minor=True))
+    for many in (rows(x=list(range(1, 50)), y=[1.0] * 49), rows(x=[0.013, 0.17, 2.3], y=[1.0] * 3)):
+        (axes,) = drawn(chart(Marks("y", "x"), log="x").draw(many)).axes
+        assert set(axes.get_xticks()) <= {10.0**power for power in range(-5, 6)}
+
+
 def test_a_shared_axis_ends_where_all_data_do():
     table = rows(x=[0, 1] * 2, part=[1, 1, 2, 2], y=[1.0, 0.9, 1.0, -0.2])
     panel = Panel([Marks("y", "x")], by=["part"], top=1.03)
