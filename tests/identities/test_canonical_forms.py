@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, few, of, one_in, parameter
+from helpers import Program, assert_refused, of, one_in, parameter
 from orbit_cases import EXACT, LARGE, NETWORKS, difference, function_change, made, mlp
 from orbit_laws import assert_a_group_acts, assert_members_have_one_form, drawn
 from torch import nn
@@ -440,7 +440,8 @@ OFTEN = ["product of weights", "half of a rotated stream", "rotated stream read 
 OFTEN += ["embedding, types and positions"]
 
 
-@pytest.mark.parametrize("name", few(4, SELF_TESTED, OFTEN))
+@pytest.mark.few(4, *OFTEN)
+@pytest.mark.parametrize("name", SELF_TESTED)
 def test_the_form_says_whether_it_is_unique(name):
     make, unique = SELF_TESTED[name]
     torch.manual_seed(0)
