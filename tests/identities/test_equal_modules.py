@@ -133,6 +133,7 @@ def traced(network: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Tensor
 
 
 @pytest.mark.parametrize("spelling", GATED)
+@pytest.mark.few(4)
 def test_experts_with_a_gate(spelling: str) -> None:
     network, _, symmetry = traced(Experts(GATED[spelling]), torch.randn(7, 9))
     # The units of each expert, the experts, and the units that `out` reads.

@@ -143,6 +143,7 @@ def problem_of(network, symmetry, objective, factors="all", batches=()):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.few(5, "layer norms", "between gains", "vit with layer norms")
 def test_derivatives_by_all_coordinates_are_those_along_them_at_random_members(name):
     make, kinds = NETWORKS[name]
     network, _, symmetry = traced(make)

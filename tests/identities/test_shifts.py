@@ -184,6 +184,7 @@ def test_group_laws_and_action(name: str) -> None:
         ("tied, with a bias", 40, WIDTH), ("norm by hand", 40, 4), ("groups", 40, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("log_softmax", [False, True])
+@pytest.mark.few(6, "False-instance norm-20-5", "False-norm by hand-40-4")
 def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_softmax: bool) -> None:
     """The nullity of the Jacobian, with the common shift of logits and without."""
     network, symmetry = traced(name)

@@ -200,6 +200,7 @@ def of_parts(name: str, shifts: bool) -> Symmetry:
 
 @pytest.mark.parametrize("shifts", [False, True])
 @pytest.mark.parametrize("name", PARTS)
+@pytest.mark.few(4, "diag-False", "diag-True", "diagonal of gains-True", "group norm-True")
 def test_parts_of_a_matrix_have_no_more_than_the_function(name: str, shifts: bool) -> None:
     symmetry = of_parts(name, shifts)
     assert symmetry.worst_error < symmetry.tolerance
@@ -284,6 +285,7 @@ def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
     ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
         "temperature per head", "shared queries and keys", "heads in arrays"],
 )  # fmt: skip
+@pytest.mark.few(5, "conditioned norm", "gain per head", "shared queries and keys")
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
     torch.manual_seed(3)
