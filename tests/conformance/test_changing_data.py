@@ -106,6 +106,7 @@ def test_what_changes_is_found(tmp_path, monkeypatch, entry, how):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.few(5, "report", "learning coefficient")
 def test_what_does_not_change_is_measured(tmp_path, monkeypatch, entry):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():

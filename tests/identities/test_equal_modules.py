@@ -143,6 +143,7 @@ def test_experts_with_a_gate(spelling: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", ADDED)
+@pytest.mark.few(4, "mean of a stack")
 def test_added_experts_have_common_units(spelling: str) -> None:
     _, _, symmetry = traced(Experts(ADDED[spelling], gated=False), torch.randn(7, 9))
     # All hidden units, the biases of the experts, of which only the sum counts, and the units that `out` reads.

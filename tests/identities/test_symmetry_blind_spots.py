@@ -241,6 +241,7 @@ VALID: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", VALID)
+@pytest.mark.few(6, "integers beside", "truth values beside")
 def test_valid_network_raises_no_alarm(name: str) -> None:
     torch.manual_seed(0)
     make, example, dimension = VALID[name]
