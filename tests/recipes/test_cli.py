@@ -230,6 +230,7 @@ def test_errors_and_interrupts_while_training():
     assert result.err == "lightning-sym: interrupted; resume with --ckpt_path last\n"
 
 
+@pytest.mark.long  # three runs, in a process of their own
 def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there():
     fit = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1", "--trainer.callbacks=ZooExport", "--zoo_dir=zoo"]
     others = (["--run_dir=a", "--overwrite=true"], ["--run_dir=b", "--model.seed=1"], ["--run_dir=c", "--model.seed=2"])

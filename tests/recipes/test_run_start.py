@@ -39,6 +39,7 @@ def test_loggers_of_ones_own_are_added_to_those_of_the_run_folder():
     assert ours[-1]["val/loss"] == next(row["val/loss"] for row in theirs if row["val/loss"])
 
 
+@pytest.mark.long  # in a process of its own
 def test_commands_on_files_do_without_lightning():
     succeed("fit", *SMALL, *QUIET, "--run_dir=run", "--trainer.callbacks=[ZooReport]", "--trainer.max_epochs=1")
     shutil.copytree("run", "again")
