@@ -329,6 +329,7 @@ def test_scales_of_dead_units_leave_no_lower_bound(removed: str) -> None:
 
 
 @torch.enable_grad()  # as in a notebook: weights that require gradients are no reason to fail
+@pytest.mark.long
 def test_post_norm_transformers_on_one_orbit_have_one_form() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
@@ -499,6 +500,7 @@ def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     assert any("shifts and all else were found to" in note for note in found.notes)
 
 
+@pytest.mark.long
 def test_balancing_takes_no_more_products_in_deeper_networks(monkeypatch):
     """What all units of a layer have in common travels from layer to layer: it is solved for at once."""
     products, change = [], Squares.change

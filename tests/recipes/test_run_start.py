@@ -121,6 +121,7 @@ def test_only_networks_are_called_members():
         (["--trainer.callbacks=ModelSummary"], [ModelSummary]),
     ],
 )
+@pytest.mark.few(4)
 def test_a_table_of_modules_is_lightnings_if_it_is_wanted(built, options, kinds):
     succeed("fit", *SMALL, *UNSAID, *options)
     assert [type(one) for one in built.trainer.callbacks if isinstance(one, ModelSummary)] == kinds
