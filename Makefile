@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make demo        train a zoo of small CNNs on real digits and stitch it: tables, figures, TensorBoard logs"
 	@echo "make board       watch the runs in TensorBoard"
-	@echo "make test        fast tests, ten minutes; make test-long tests recipes, guides and several processes, make test-slow the rest"
+	@echo "make test        fast tests, five minutes; make test-long tests recipes, guides and several processes, make test-slow the rest"
 	@echo "make pretend-device  test tasks, callbacks and functions on a simulated GPU (tests/pretend_device/README.md)"
 	@echo "make lint        ruff, and rates of stilted phrases (tools/prose.py); make format fixes style"
 	@echo "make types       mypy"

@@ -1,6 +1,6 @@
 """For all tests: one thread, and no pictures on a screen; runs of several processes; a zoo."""
 
-import functools
+import copy
 import inspect
 import json
 import os
@@ -9,14 +9,38 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pytest
 import torch
 
 mpl.use("agg")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Make cases of tests marked ``few`` long: all but one in so many, the first one included, and those named.
+
+    Where coverage shows that each line that a long case reaches is reached by two of the other tests. Cases that are
+    slow do not count.
+    """
+    families: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            families.setdefault((item.path, item.originalname), []).append(item)
+    for (_, test), cases in families.items():
+        count, *always = cases[0].get_closest_marker("few").args
+        named = {case.callspec.id: case for case in cases}
+        lacking = {*always} - {*named}
+        if lacking and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"few of {test} names {lacking}, and the cases are {[*named]}")
+        for place, (name, case) in enumerate(named.items()):
+            if place % count and name not in always:
+                case.add_marker("long")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -57,24 +81,47 @@ def _unmeasured(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def unproven() -> Iterator[None]:
-    """Trace networks without the self-test in what tasks, reports and callbacks run, for runs about other things.
+@pytest.fixture(scope="session")
+def traced_once() -> Callable[..., Any]:
+    """Return ``trace_symmetry`` without the self-test, which keeps what it found for equal networks and arguments."""
+    from helpers import fingerprint
 
-    The self-test takes a second for each run; the tests of the symmetries themselves keep it.
+    from lightning_sym.symmetry import trace_symmetry
+
+    found: dict[bytes, Any] = {}
+
+    def trace(*arguments: Any, **options: Any) -> Any:
+        key = fingerprint((arguments, options))
+        if key is None or key not in found:
+            with warnings.catch_warnings(record=True) as said:
+                symmetry = trace_symmetry(*arguments, **{**options, "check": False})
+            for one in said:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            if key is None or said:
+                return symmetry
+            found[key] = symmetry
+        return copy.copy(found[key])
+
+    return trace
+
+
+@pytest.fixture(scope="module")
+def unproven(traced_once: Callable[..., Any]) -> Iterator[None]:
+    """Trace networks once and without the self-test in what tasks, reports and callbacks run about other things.
+
+    Tracing and the self-test take up to a second for each run; the tests of the symmetries themselves keep both.
 
     Yields:
         Nothing.
     """
-    from lightning_sym import callbacks, symmetry, tasks  # noqa: F401 (brings all that traces)
+    from lightning_sym import callbacks, tasks  # noqa: F401 (brings all that traces)
 
-    trace = functools.partial(symmetry.trace_symmetry, check=False)
     with pytest.MonkeyPatch.context() as patch:
         for name, module in list(sys.modules.items()):
             if re.match(r"lightning_sym\.(tasks|stitching|reports|callbacks)\b", name) and "trace_symmetry" in vars(
                 module
             ):
-                patch.setattr(module, "trace_symmetry", trace)
+                patch.setattr(module, "trace_symmetry", traced_once)
         yield
 
 

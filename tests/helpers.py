@@ -2,11 +2,12 @@
 
 import csv
 import functools
+import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import math
+import pickle
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,39 +44,7 @@ def one_in(count: int, cases: Iterable[Any], first: int = 0) -> list[Any]:
     For a law with many cases and several tests: with another ``first`` in each, every case is in a test each time.
     """
     cases = list(cases)
-    return _marked(cases, [index % count != first for index in range(len(cases))], pytest.mark.slow)
-
-
-def few(count: int, cases: Iterable[Any], always: Collection[str] = ()) -> list[Any]:
-    """Return the cases, of which one in ``count`` and those named stay as they are; the others are long.
-
-    Where coverage by tests shows that each line which a long case reaches is reached by two of the other tests. Cases
-    that are slow (``one_in``) do not count.
-
-    Args:
-        count: One case in how many stays, the first one included.
-        cases: What ``parametrize`` is given.
-        always: Identifiers of cases that stay as well: the lines that they reach few others do.
-
-    Raises:
-        AssertionError: An identifier in ``always`` is not that of a case.
-    """
-    cases = list(cases)
-    names = [_identifier(case) for case in cases]
-    assert {*always} <= {*names}, {*always} - {*names}
-    place = itertools.count()
-    slow = [any(mark.name == "slow" for mark in getattr(case, "marks", ())) for case in cases]
-    stays = [own or next(place) % count == 0 or name in always for own, name in zip(slow, names, strict=True)]
-    return _marked(cases, [not own for own in stays], pytest.mark.long)
-
-
-def _identifier(case: Any) -> str:
-    values, _, name = case if isinstance(case, type(pytest.param())) else (case, (), None)
-    return name or ("-".join(map(str, values)) if isinstance(values, tuple) else str(values))
-
-
-def _marked(cases: list[Any], chosen: list[bool], mark: pytest.MarkDecorator) -> list[Any]:
-    marks = [(mark,) if own else () for own in chosen]
+    marks = [() if index % count == first else (pytest.mark.slow,) for index in range(len(cases))]
     return [
         pytest.param(*case.values, marks=(*case.marks, *own), id=case.id)
         if isinstance(case, type(pytest.param()))
@@ -233,6 +202,27 @@ def assert_same(a: object, b: object, where: str = "") -> None:
 
 
 # ---- networks and zoos
+
+
+class _Content(pickle.Pickler):
+    """Writes tensors as their values: torch would write where they are in memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        own = value.detach().cpu()
+        kind = f"{type(value)} {own.dtype} {own.shape} {own.stride()} {value.requires_grad}"
+        return bytes, (kind.encode() + own.contiguous().flatten().view(torch.uint8).numpy().tobytes(),)
+
+
+def fingerprint(content: Any) -> bytes | None:
+    """Return bytes that are the same for equal networks and tensors; None if something in them cannot be pickled."""
+    written = io.BytesIO()
+    try:
+        _Content(written).dump(content)
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return None
+    return hashlib.sha256(written.getvalue()).digest()
 
 
 class Fixed:

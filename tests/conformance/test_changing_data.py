@@ -91,6 +91,7 @@ ENTRIES = {
 
 @pytest.mark.parametrize("how", ["shuffled", "augmented", "dropout"])
 @pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.few(5, "monitor-dropout", "learning coefficient-dropout", "geometry-shuffled", "geometry-dropout")
 def test_what_changes_is_found(tmp_path, monkeypatch, entry, how):
     monkeypatch.chdir(tmp_path)
     says = (
@@ -105,6 +106,7 @@ def test_what_changes_is_found(tmp_path, monkeypatch, entry, how):
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.few(5, "report", "learning coefficient")
 def test_what_does_not_change_is_measured(tmp_path, monkeypatch, entry):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():

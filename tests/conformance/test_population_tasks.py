@@ -255,6 +255,7 @@ def assert_close_members(a: PopulationTask, b: PopulationTask) -> None:
 
 @every
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.few(6, "32-true-fine-tuning", "64-true-stitching", "64-true-rotation")
 def test_a_member_is_bitwise_the_one_that_is_trained_alone(case, zoo, precision):
     """With gradients that are clipped, for each member by itself."""
     algorithm = "norm" if precision == "32-true" else "value"
@@ -375,6 +376,7 @@ def resumable(task: PopulationTask, folder: Path, val_fraction: float, *callback
 
 # An epoch has 5 steps, and every third step is saved.
 @pytest.mark.parametrize(("name", "place"), one_in(3, itertools.product(RESUMED, ["0 3", "1 0", "1 3", "end"])))
+@pytest.mark.few(6, "search-end", "matching-1 3", "pruning-1 0", "zoo, mixed-end")
 def test_resumed_is_uninterrupted(name, place, whole, zoo, tmp_path):
     val_fraction = 0.0 if place == "1 0" and name in ("half-blind", "stitching", "matching", "rotation") else 0.1
     folder, expected = whole(name, val_fraction)
@@ -393,6 +395,7 @@ def test_resumed_is_uninterrupted(name, place, whole, zoo, tmp_path):
 
 
 @every
+@pytest.mark.few(3, "curve", "fine-tuning", "pruning")
 def test_a_checkpoint_of_other_members_is_refused(case, zoo, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -441,6 +444,7 @@ def test_weights_that_are_not_finite_are_refused_unless_their_member_was_stopped
 
 
 @every
+@pytest.mark.few(6)
 def test_testing_evaluates_the_kept_weights_and_gives_the_current_ones_back(case, zoo):
     task = case.make(zoo)
     fit(task, max_epochs=1)
@@ -473,6 +477,7 @@ def test_bf16_trains_weights_in_float32(case, zoo):
 
 
 @every
+@pytest.mark.few(6)
 def test_fast_dev_run_trains_and_validates_once(case, zoo, tmp_path):
     task = case.make(zoo)
     fit(task, folder=tmp_path, fast_dev_run=True)
@@ -481,6 +486,7 @@ def test_fast_dev_run_trains_and_validates_once(case, zoo, tmp_path):
 
 
 @every
+@pytest.mark.few(6, "curve", "matching")
 def test_what_concerns_one_member_is_logged_as_a_detail_and_the_rest_fits_on_a_page(case, zoo, tmp_path):
     task = case.make(zoo)
     fit(task, folder=tmp_path, logger=MetricsCSV(tmp_path), max_epochs=2)

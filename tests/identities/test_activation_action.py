@@ -177,6 +177,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.few(4, "attention")
 def test_every_value_of_a_small_network_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, shape, settings = SMALL[name]
     torch.manual_seed(0)
@@ -195,6 +196,7 @@ ARCHITECTURES = {**OURS, **WRAPPED}
 
 
 @pytest.mark.parametrize("name", one_in(3, listed(ARCHITECTURES)))
+@pytest.mark.few(4, "vit modern", "densenet")
 def test_every_value_of_an_architecture_moves_as_it_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, images = made(ARCHITECTURES[name], 1)
     # One element moves hundreds of units there; of small groups, one may be close to the identity.

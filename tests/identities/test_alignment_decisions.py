@@ -85,6 +85,13 @@ def compared(symmetry, a, b):
 @pytest.mark.parametrize("seed", one_in(3, range(3)))
 @pytest.mark.parametrize("factor", ["permutation", "sign"])
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.few(
+    10,
+    "myrtle_constant-permutation-0",
+    "cct-permutation-0",
+    "cct_sinusoidal-permutation-0",
+    "tv_resnet18-permutation-0",
+)
 def test_a_sketch_never_takes_moved_units_for_units_in_order(name, factor, seed):
     network, symmetry = network_of(name)
     element = only(symmetry, factor, seed)
@@ -96,6 +103,7 @@ def test_a_sketch_never_takes_moved_units_for_units_in_order(name, factor, seed)
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.few(6, "vit_modern")
 def test_exchanging_two_units_of_one_group_is_seen(name):
     """The smallest permutations there are, in every group of units that are permuted freely."""
     network, symmetry = network_of(name)
@@ -112,6 +120,7 @@ def test_exchanging_two_units_of_one_group_is_seen(name):
 
 @pytest.mark.parametrize("factor", ["log_scale", "dense", "rotation", "phase", "gained"])
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.few(7, "vit-log_scale", "vit_modern-dense", "vit_modern-rotation")
 def test_planted_continuous_elements_are_never_ruled_out(name, factor):
     network, symmetry = network_of(name)
     element = only(symmetry, factor, 0)
@@ -123,6 +132,7 @@ def test_planted_continuous_elements_are_never_ruled_out(name, factor):
 
 @pytest.mark.parametrize("size", [1e-4, 0.02])
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.few(9)
 def test_noise_moves_no_units(name, size):
     network, symmetry = network_of(name)
     found = compared(symmetry, network, near(network, size))

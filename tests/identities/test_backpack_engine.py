@@ -50,6 +50,7 @@ def test_every_layer(layer, likelihood, samples):
 @pytest.mark.parametrize("ffc", ["shared", "per_channel"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("scale", [None, 1, 0.3])
+@pytest.mark.few(6)
 def test_residual_networks(scale, likelihood, ffc, samples):
     x, y = data(5, (2, *GRID), 3, likelihood)
     assert compare(relaxed_network(scale), x, y, likelihood, ffc=ffc, samples=samples) < TOLERANCE
@@ -69,6 +70,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.few(6, "ffc conv-regression", "myrtle-regression")
 def test_networks_that_call_their_children_in_turn(name, likelihood):
     torch.manual_seed(0)
     network = perturbed(NETWORKS[name]())

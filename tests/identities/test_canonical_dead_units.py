@@ -129,6 +129,7 @@ def members(symmetry: Symmetry, network: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize("scales", ["balanced", "unit"])
 @pytest.mark.parametrize("sides", SIDES)
 @pytest.mark.parametrize("name", one_in(3, NETWORKS))
+@pytest.mark.few(6)
 def test_living_units_are_the_same_for_all_members(name: str, sides: str, scales: Any) -> None:
     network = built(name, SIDES[sides], seed=0)
     inputs = torch.randn(NETWORKS[name][1], dtype=torch.float64)
@@ -166,6 +167,7 @@ def test_units_that_never_fire_are_not_dead(name: str) -> None:
 
 
 @pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.few(5)
 def test_canonical_form_is_its_own(sides: str) -> None:
     network = built("two layers", SIDES[sides], seed=3)
     symmetry = trace_symmetry(network, torch.randn(4, 5, dtype=torch.float64))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, few, of, one_in, parameter
+from helpers import Program, assert_refused, of, one_in, parameter
 from orbit_cases import EXACT, LARGE, NETWORKS, difference, function_change, made, mlp
 from orbit_laws import assert_a_group_acts, assert_members_have_one_form, drawn
 from torch import nn
@@ -329,6 +329,7 @@ def test_scales_of_dead_units_leave_no_lower_bound(removed: str) -> None:
 
 
 @torch.enable_grad()  # as in a notebook: weights that require gradients are no reason to fail
+@pytest.mark.long
 def test_post_norm_transformers_on_one_orbit_have_one_form() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
@@ -440,7 +441,8 @@ OFTEN = ["product of weights", "half of a rotated stream", "rotated stream read 
 OFTEN += ["embedding, types and positions"]
 
 
-@pytest.mark.parametrize("name", few(4, SELF_TESTED, OFTEN))
+@pytest.mark.few(4, *OFTEN)
+@pytest.mark.parametrize("name", SELF_TESTED)
 def test_the_form_says_whether_it_is_unique(name):
     make, unique = SELF_TESTED[name]
     torch.manual_seed(0)
@@ -498,6 +500,7 @@ def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     assert any("shifts and all else were found to" in note for note in found.notes)
 
 
+@pytest.mark.long
 def test_balancing_takes_no_more_products_in_deeper_networks(monkeypatch):
     """What all units of a layer have in common travels from layer to layer: it is solved for at once."""
     products, change = [], Squares.change

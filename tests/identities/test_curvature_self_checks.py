@@ -489,6 +489,7 @@ def evidence_of(dense: dict[str, Tensor], network: nn.Module, x: Tensor, y: Tens
 
 @pytest.mark.parametrize("batch", [SAMPLES, 4, 1], ids=["one batch", "batches", "single samples"])
 @pytest.mark.parametrize(("name", "engine"), one_in(3, engines(RIGHT, RIGHT_WITH_AUTOGRAD)))
+@pytest.mark.few(9)
 def test_factors_are_those_of_the_samples_one_by_one(name, engine, batch):
     network, shape = made((RIGHT | RIGHT_WITH_AUTOGRAD)[name])
     x, y = data(SAMPLES, shape, OUTPUTS, "classification")
@@ -637,6 +638,7 @@ def test_later_batches_have_their_rows_counted():
 
 @pytest.mark.parametrize("engine", ["autograd", "backpack"])
 @pytest.mark.parametrize("setting", ["highest", "high", "medium"])
+@pytest.mark.few(6)
 def test_single_precision_raises_no_false_alarm(engine, setting):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
@@ -678,6 +680,7 @@ TRANSPOSED = {
 
 @pytest.mark.parametrize("settings", TRANSPOSED)
 @pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.few(6, "1-stride and padding")
 def test_a_transposed_convolution_has_the_factors_of_the_convolution_that_it_is(dims, settings):
     """That of the input with zeros between its entries, with mirrored and exchanged weights."""
     torch.manual_seed(0)

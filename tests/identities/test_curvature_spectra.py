@@ -161,6 +161,7 @@ def of_labels(loss, y: Tensor, kind="hessian") -> tuple[CurvatureOperator, nn.Mo
 
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize("name", IGNORING | MEANS)
+@pytest.mark.few(6, "label-gauss_newton", "labels of a whole batch-hessian")
 def test_samples_that_the_loss_ignores_do_not_count(name, kind) -> None:
     loss, y = (IGNORING | MEANS)[name]
     operator, network, x = of_labels(loss, y, kind)
@@ -219,6 +220,7 @@ def test_samples_of_other_shapes_are_compared_among_themselves() -> None:
 
 
 @pytest.mark.parametrize("name", IGNORING | MEANS)
+@pytest.mark.few(6, "labels of a whole batch")
 def test_a_mean_is_accepted_in_batches_of_one_sample(name) -> None:
     loss, y = (IGNORING | MEANS)[name]
     whole, network, x = of_labels(loss, y)
@@ -412,6 +414,7 @@ def dense_gauss_newton(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", ALL_NETWORKS)
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
+@pytest.mark.few(4, "gauss_newton-wrong forward derivative", "gauss_newton-weight norm", "gauss_newton-own function")
 def test_products_are_exact_whichever_derivatives_torch_lacks(name: str, kind) -> None:
     torch.manual_seed(0)
     make, lacking = ALL_NETWORKS[name]

@@ -40,6 +40,7 @@ def random_curve(network: nn.Module, kind: str = "bezier", count: int = 3, seed:
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("kind", ["bezier", "chain"])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.few(5, "relu-chain-2")
 def test_both_identities_hold_all_along(activation, kind, count):
     network = perceptron(activation)
     shape = curve_geometry(random_curve(network, kind, count), network, samples(), points=5, max_parameters=0)

@@ -28,6 +28,7 @@ def test_only_pieces_are_counted_in_four_dimensions() -> None:
     assert betti_numbers(np.asarray((radius > 0.4) & (radius < 1))) == (1,)
 
 
+@pytest.mark.long
 def test_the_barrier_of_the_mixed_class() -> None:
     a, b, c, d = 0.8, -0.6, 0.7, 0.5
     p, q = a * c, -b * d

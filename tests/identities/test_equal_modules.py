@@ -221,6 +221,7 @@ def traced(network: nn.Module, *inputs: Tensor) -> tuple[nn.Module, tuple[Tensor
 
 
 @pytest.mark.parametrize("spelling", GATED)
+@pytest.mark.few(4)
 def test_experts_with_a_gate(spelling: str) -> None:
     network, _, symmetry = traced(Experts(GATED[spelling]), torch.randn(7, 9))
     # The units of each expert, the experts, and the units that `out` reads.
@@ -280,6 +281,7 @@ def test_gates_take_the_scales_of_experts(gate: Callable[[Tensor], Tensor]) -> N
 
 
 @pytest.mark.parametrize("spelling", ADDED)
+@pytest.mark.few(4, "mean of a stack")
 def test_added_experts_have_common_units(spelling: str) -> None:
     _, _, symmetry = traced(Experts(ADDED[spelling], gated=False), torch.randn(7, 9))
     # All hidden units, the biases of the experts, of which only the sum counts, and the units that `out` reads.

@@ -121,6 +121,7 @@ each = pytest.mark.parametrize("name", FORMS)
 
 
 @each
+@pytest.mark.few(5, "stream", "inverted residuals")
 def test_the_dimension_is_the_nullity(name):
     _, symmetry = traced(name)
     assert sorted(cell.size for cell in symmetry.structure.gained) == FORMS[name][3]
@@ -133,6 +134,7 @@ def test_the_dimension_is_the_nullity(name):
 
 
 @each
+@pytest.mark.few(5)
 def test_matrices_keep_the_function_and_act_on_activations(name):
     network, symmetry = traced(name)
     _, x = made(*FORMS[name][:3], seed=5)
@@ -173,6 +175,7 @@ def test_tangents_span_the_kernel_of_the_jacobian():
 
 
 @each
+@pytest.mark.few(6, "stream", "quotient", "heads")
 def test_planted_elements_are_undone_and_found(name):
     network, symmetry = traced(name)
     form = canonicalize(symmetry, network)
@@ -211,6 +214,7 @@ def test_other_networks_are_matched_without_matrices(name):
 
 
 @pytest.mark.parametrize("name", FIXED)
+@pytest.mark.few(5)
 def test_what_holds_gains_has_no_matrices(name):
     network, x = made(*FIXED[name])
     symmetry = trace_symmetry(network, x)

@@ -27,6 +27,7 @@ EXACT = {"rtol": 0, "atol": 1e-10}
         (lambda eps: nn.BatchNorm2d(4, eps=eps or 1e-9), 4, 4, 4 + 4),  # torch 2.11 refuses an eps of 0
     ],
 )
+@pytest.mark.few(5)
 def test_signs_and_scales_around_norms(norm, scales_without_eps, scales, signs):
     for eps, expected in ((0.0, scales_without_eps), (1e-5, scales), (0.5, scales)):
         network = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, bias=False), norm(eps), nn.Tanh(), nn.Conv2d(4, 3, 3))
@@ -83,6 +84,7 @@ def _sigmoids(depth: int, norm: bool = False) -> nn.Sequential:
 
 @pytest.mark.parametrize(("depth", "norm"), [(1, False), (2, False), (4, False), (2, True)])
 @pytest.mark.parametrize("seed", one_in(4, range(4)))
+@pytest.mark.few(4, "0-2-False")
 def test_signs_that_later_biases_take_up_end_in_one_form(depth, norm, seed):
     """Flips of sigmoids change the biases, and the signs further on (docs/theory/intertwiners.md, 1.4)."""
     torch.manual_seed(seed)

@@ -85,6 +85,7 @@ def test_half_turns_leave_the_function_alone_and_change_the_weights(name):
 @pytest.mark.parametrize(
     "name", ["siren", "multiples behind", "read twice", "images", "one stream", "products", "distributed", "in parts"]
 )
+@pytest.mark.few(6, "read twice", "in parts")
 def test_forms_and_matches_find_planted_half_turns(name):
     network, _, symmetry = traced(name)
     element = drawn(symmetry, 1)

@@ -110,6 +110,7 @@ def made(function: Any, parts: Any, seed: int) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(5, "places", "branch", ".data", ".data of weights")
 def test_a_network_with_known_masks_is_traced(name: str) -> None:
     function, parts, dimension, permutations = CASES[name]
     network, x = made(function, parts, 0), torch.randn(2, 5, dtype=torch.float64)

@@ -66,6 +66,7 @@ def assert_exact(network, x, y, likelihood):
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few(10)
 def test_blocks_without_inputs_are_exact(layer, likelihood):
     network, shape = with_head(layer)
     x, y = data(5, shape, 3, likelihood)
@@ -152,6 +153,7 @@ def test_factors_are_those_of_loops(layer, likelihood):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few(10, "p4 separable")
 def test_vectors_without_dropped_terms_give_the_exact_matrix(layer):
     network, shape = with_head(layer)
     x, _ = data(4, shape, 3, "classification")
@@ -501,6 +503,7 @@ def row_by_row(network, x, lengths, only_last):
 
 @pytest.mark.parametrize("engine", ["autograd", "backpack"])
 @pytest.mark.parametrize("name", POOLS)
+@pytest.mark.few(6, "largest of some-backpack")
 def test_padding_counts_for_nothing_however_it_is_trimmed(name, engine):
     network, lengths = of_lengths(name), [4, 2, 1, 5, 1, 3]
     x, y = padded(lengths)
@@ -607,6 +610,7 @@ def test_packed_rows_are_given_to_their_samples_or_refused_in_whichever_batch(un
 
 @pytest.mark.parametrize("engine", ["autograd", "backpack"])
 @pytest.mark.parametrize("kind", ["linear", "conv", "circular", "factored"])
+@pytest.mark.few(6)
 def test_inputs_far_from_zero_keep_their_digits_in_single_precision(kind, engine):
     images, labels = (torch.from_numpy(part)[:400] for part in load_digits(return_X_y=True))
     makes = {

@@ -94,6 +94,7 @@ def perceptron():
 @pytest.mark.parametrize(
     ("make", "shape", "backend"), [(perceptron, (4,), BackPackGGN), (relaxed_network, (2, *GRID), Backend)]
 )
+@pytest.mark.few(6)
 def test_evidence_of_laplace_torchs_own_fit(make, shape, backend, likelihood, log_noise, size):
     network = make()
     x, y = data(7, shape, 3, likelihood)
@@ -115,6 +116,7 @@ def test_evidence_of_laplace_torchs_own_fit(make, shape, backend, likelihood, lo
 @BATCHES
 @pytest.mark.parametrize("engine", ["autograd", "backpack"])
 @pytest.mark.parametrize(("likelihood", "log_noise"), CASES)
+@pytest.mark.few(6)
 def test_evidence_of_to_laplace(likelihood, log_noise, engine, size):
     network = relaxed_network()
     groups = parameter_groups(network, "per_tensor")
@@ -133,6 +135,7 @@ def test_evidence_of_to_laplace(likelihood, log_noise, engine, size):
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few(10)
 def test_every_layer_has_a_laplace_posterior(layer, likelihood):
     network, shape = with_head(layer)
     groups = parameter_groups(network, "per_tensor")

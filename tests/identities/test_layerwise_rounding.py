@@ -131,6 +131,7 @@ def test_matrices_that_no_map_reads_are_rounded_to_nearest():
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.few(4, "tensor-cnn")
 def test_awq_keeps_the_function_and_moves_the_network(case, granularity):
     network, (inputs, _) = CASES[case]()
     symmetry = trace_symmetry(network, inputs)

@@ -90,6 +90,7 @@ def filter_of(omega, value=1.7):
 
 
 @pytest.mark.parametrize("omega", [1.0, 0.3, 1e-4])
+@pytest.mark.few(3)
 def test_the_best_precision_of_a_vanishing_length_scale_is_finite(omega):
     net, impulse, square = filter_of(omega)
     height = 1.7 * (1 + 1e-6) / (1 + 1e-6 + 1e-4)

@@ -103,6 +103,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(3, "linear", "plain batch norm")
 def test_nullity_orbit_and_units(name: str) -> None:
     make, edit, options, nullity, orbit, counts = CASES[name]
     found = measured(make, edit, **options)
@@ -244,6 +245,7 @@ BUFFERS = {
 
 @pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
 @pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.few(5)
 def test_what_acts_on_buffers_is_counted_beside(name: str) -> None:
     make, dimension, buffers = BUFFERS[name]
     torch.manual_seed(0)

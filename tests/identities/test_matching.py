@@ -62,6 +62,7 @@ def test_only_networks_that_may_compute_the_same_are_copied_in_double_precision(
 
 @pytest.mark.parametrize("scale", [0.0, 0.5])
 @pytest.mark.parametrize("name", MATCHED)
+@pytest.mark.few(6, "depthwise-0.0", "depthwise-0.5")
 def test_planted_elements_are_recovered(name, scale):
     case = made(name)
     b = case.moved(case.network, scale)
@@ -220,6 +221,7 @@ def test_planted_rotations_of_streams_are_recovered(norm, method):
 
 
 @pytest.mark.parametrize("name", one_in(3, MATCHED))
+@pytest.mark.few(5)
 def test_of_unrelated_networks_only_the_distance_changes(name):
     case = made(name)
     a, b = case.network, member(name, 7)
@@ -239,6 +241,7 @@ def test_of_unrelated_networks_only_the_distance_changes(name):
 
 
 @pytest.mark.parametrize("name", ["wide_tanh", "myrtle", "resnet20_a", "depthwise", "group_norm"])
+@pytest.mark.few(5)
 def test_scales_and_signs_never_end_farther_than_permutations_alone(name):
     case = made(name)
     for seed in (7, 8):
@@ -360,6 +363,7 @@ def test_orbit_distance_of_one_orbit_is_zero(name):
 
 
 @pytest.mark.parametrize("name", ["relu", "tanh", "myrtle", "resnet20_a", "depthwise", "two_groups", "group_norm"])
+@pytest.mark.few(6)
 def test_no_member_of_the_orbit_is_nearer_than_the_lower_bound(name):
     case = made(name)
     symmetry = case.symmetry
@@ -423,6 +427,7 @@ def test_no_match_is_farther_than_the_start_where_units_are_nearly_dead(seed, na
 
 
 @pytest.mark.parametrize("name", FADING)
+@pytest.mark.few(6)
 def test_units_that_are_as_dead_as_the_reference_s_get_its_scales_exactly(name):
     case = made(name)
     a, identity = faded(case, case.network, 0), case.symmetry.identity()
@@ -513,6 +518,7 @@ def test_correlations_are_those_of_numpy_and_dead_units_give_zero():
 
 
 @pytest.mark.parametrize("name", ["wide", "wide_tanh", "myrtle", "two_groups"])
+@pytest.mark.few(3)
 def test_the_mean_of_copies_is_the_network(name):
     case = made(name)
     networks = [case.network, *(case.moved(case.network, 0.5, seed) for seed in (1, 2, 3))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, few, of, refused, sequential
+from helpers import Program, assert_refused, of, refused, sequential
 from test_shifts import HEADS, LENGTH, VISION, VOCABULARY, WIDTH, Language, apart, heads, vision
 from test_streams import Logits, small, traced
 from torch import Tensor, nn
@@ -99,7 +99,8 @@ def assert_same_function(one: nn.Module, two: nn.Module, x: Tensor, tolerance: f
 # ---- gains
 
 
-@pytest.mark.parametrize("name", few(3, NETWORKS))
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_folded_gains_are_one_and_biases_that_readers_take_up_are_zero(name: str) -> None:
     network, x, symmetry = known(name)
     before = {key: value.clone() for key, value in network.state_dict().items()}

@@ -143,6 +143,7 @@ def problem_of(network, symmetry, objective, factors="all", batches=()):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.few(5, "layer norms", "between gains", "vit with layer norms")
 def test_derivatives_by_all_coordinates_are_those_along_them_at_random_members(name):
     make, kinds = NETWORKS[name]
     network, _, symmetry = traced(make)
@@ -250,6 +251,7 @@ def test_a_closed_form_is_given_only_where_there_is_one():
     assert squares_of(symmetry.act(element, network)) == pytest.approx(found.after, rel=1e-9)
 
 
+@pytest.mark.long
 def test_function_and_orthogonality_last_through_a_thousand_steps():
     network, inputs, symmetry = traced(vit)
     problem = problem_of(network, symmetry, squares, ["scales", "cells", "rotations", "phases"])

@@ -73,6 +73,7 @@ def relative_error(changed, network, inputs):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 @pytest.mark.parametrize("activations", [None, 5])
+@pytest.mark.few(6, "None-channel-cnn")
 def test_error_of_rounding_is_that_of_the_written_network_anywhere_on_the_orbit(case, granularity, activations):
     network, (inputs, _) = CASES[case]()
     symmetry = trace_symmetry(network, inputs, check=False)
@@ -287,6 +288,7 @@ def test_derivatives_through_norms_agree_with_differences(norm, objective):
     ],
     ids=["norm", "cubes", "gradient", "trace", "probes", "top"],
 )
+@pytest.mark.few(6)
 def test_derivative_by_the_group_agrees_with_differences(case, objective):
     network, batch = CASES[case]()
     symmetry = trace_symmetry(network, batch[0], check=False)

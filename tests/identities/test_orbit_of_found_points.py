@@ -42,6 +42,7 @@ def two(vectors: Tensor, target: Tensor) -> OrbitDistances:
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "tanh", "gelu"])
+@pytest.mark.few(5)
 def test_members_of_the_orbit_of_one_hidden_layer_are_at_distance_0(activation: str, bias: bool) -> None:
     network = perceptron(16, activation=activation, bias=bias)
     target, vectors = weight_vector(network), members(network, 5)
@@ -122,6 +123,7 @@ def test_a_hidden_convolution_is_exact_and_deeper_networks_are_bounded() -> None
 
 @pytest.mark.parametrize("widths", [(16,), (8, 6)])
 @pytest.mark.parametrize("activation", ["relu", "tanh"])
+@pytest.mark.few(4)
 def test_representatives_are_those_of_orbits(widths: tuple[int, ...], activation: str) -> None:
     network = perceptron(*widths, activation=activation)
     vectors = members(network, 5)

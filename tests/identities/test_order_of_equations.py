@@ -34,6 +34,6 @@ def test_what_acts_with_others_does_not_depend_on_the_order_of_equations(
     for seed in range(3):
         monkeypatch.setattr(scales, "solve", Shuffled(seed))
         given, named = ((), inputs) if isinstance(inputs, dict) else ((inputs,), {})
-        symmetry = trace_symmetry(network, *given, check=not seed, **named)
+        symmetry = trace_symmetry(network, *given, check=False, **named)
         assert symmetry.scales == free
         assert not any(" scales" in note and "only act together" in note for note in symmetry.notes)

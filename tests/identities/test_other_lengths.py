@@ -91,6 +91,7 @@ def inputs(shape):
 
 
 @pytest.mark.parametrize("between", CASES)
+@pytest.mark.few(6)
 def test_the_group_is_that_of_other_shapes(between):
     torch.manual_seed(0)
     network = Network(between).double()

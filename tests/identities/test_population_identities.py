@@ -80,6 +80,7 @@ def assert_members_agree(one: Population, other: Population, tolerance: dict[str
         torch.testing.assert_close(a, b, **tolerance)  # names, dtypes, and running statistics too
 
 
+@pytest.mark.few(5)
 def test_loop_is_bitwise_a_plain_loop(network, dtype):
     data = batches(3, dtype)
     population = LoopPopulation(network, MEMBERS)
@@ -91,6 +92,7 @@ def test_loop_is_bitwise_a_plain_loop(network, dtype):
         assert all(torch.equal(state[name], value) for name, value in member.state_dict().items())
 
 
+@pytest.mark.few(5)
 def test_loop_and_vmap_agree(network, dtype):
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     data = batches(3, dtype)

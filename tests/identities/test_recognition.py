@@ -53,6 +53,7 @@ def moved_copy(network, symmetry, *, mixing=False, noise=0.0):
 
 @pytest.mark.parametrize("mixing", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.few(5)
 def test_a_moved_copy_is_recognised_up_to_rounding(make, mixing):
     network, symmetry = network_of(make)
     other, _ = moved_copy(network, symmetry, mixing=mixing)

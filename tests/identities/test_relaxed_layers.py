@@ -298,6 +298,7 @@ def test_gradients_flow_through_the_kept_component_only():
     ],
     ids=lambda layer: getattr(layer, "kind", type(layer).__name__),
 )
+@pytest.mark.few(6)
 def test_gradients_of_all_parameters_are_those_of_finite_differences(layer):
     layer = randomised(layer)
     x = features(2, 8 if isinstance(layer, GroupConv) else 2, 2, 3).requires_grad_()

@@ -82,6 +82,7 @@ def test_the_undone_network_has_penalty_zero_at_every_site(case):
 
 
 @torch.no_grad()
+@pytest.mark.few(6, "perceptron_square", "perceptron_linear")
 def test_the_element_acts_at_one_site_only(case):
     name, source, _, _ = case
     old = dict(source.network.named_parameters())

@@ -169,6 +169,7 @@ def traced(share: Callable[[Any], object]) -> tuple[Symmetry, Any, Tensor]:
 
 
 @pytest.mark.parametrize("share", SHARED + APART)
+@pytest.mark.few(5)
 def test_an_element_keeps_the_function_in_memory_in_place_and_through_a_state_dict(share: Any) -> None:
     symmetry, network, x = traced(share)
     assert symmetry.dimension > 0
@@ -198,6 +199,7 @@ def test_names_that_share_memory_have_the_group_of_one_tensor() -> None:
 
 
 @pytest.mark.parametrize("share", OVERLAPPING)
+@pytest.mark.few(6, "expanded", "transposed_attribute")
 def test_any_other_overlap_is_refused(share: Any) -> None:
     with pytest.raises(ValueError, match="share memory") as error:
         traced(share)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, assert_refused, few, of, parameter, sequential
+from helpers import Program, assert_refused, of, parameter, sequential
 from orbit_laws import assert_a_group_acts, assert_values_move, drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -154,7 +154,8 @@ def apart(one: nn.Module, two: nn.Module) -> float:
     return max(float((a - b).abs().max()) / max(float(a.abs().max()), 1.0) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", few(4, NETWORKS, ["untied", "instance norm"]))
+@pytest.mark.few(4, "untied", "instance norm")
+@pytest.mark.parametrize("name", NETWORKS)
 def test_dimension(name: str) -> None:
     _, symmetry = traced(name)
     assert symmetry.shifts == NETWORKS[name][2]
@@ -163,7 +164,8 @@ def test_dimension(name: str) -> None:
     assert all(f"shifts, {count} {kind}" in str(symmetry) for kind, count in symmetry.shift_kinds.items())
 
 
-@pytest.mark.parametrize("name", few(3, NETWORKS, ["untied"]))
+@pytest.mark.few(3, "untied")
+@pytest.mark.parametrize("name", NETWORKS)
 def test_group_laws_and_action(name: str) -> None:
     network, symmetry = traced(name)
     a, b, c = (drawn(symmetry, seed) for seed in range(3))
@@ -182,6 +184,7 @@ def test_group_laws_and_action(name: str) -> None:
         ("tied, with a bias", 40, WIDTH), ("norm by hand", 40, 4), ("groups", 40, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("log_softmax", [False, True])
+@pytest.mark.few(6, "False-instance norm-20-5", "False-norm by hand-40-4")
 def test_all_of_it_is_there(name: str, samples: int, common: int | None, log_softmax: bool) -> None:
     """The nullity of the Jacobian, with the common shift of logits and without."""
     network, symmetry = traced(name)

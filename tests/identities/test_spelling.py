@@ -44,31 +44,42 @@ SHORT: dict[str, Collection[str]] = {
 }
 
 
-# Spellings traced each time, of each function: its first ones (eight of those in `FUNCTIONS`, otherwise two), and the
-# following ones, which reach lines of the package that no other reaches. The others are long.
-FIRST_OF_FUNCTIONS, FIRST = 8, 2
+# Spellings traced each time, of each function: its first ones (four of those in `FUNCTIONS`, otherwise one), and the
+# following ones, which reach lines of the package that few others reach. The others are long.
+FIRST_OF_FUNCTIONS, FIRST = 4, 1
 REACHING: dict[str, Collection[str]] = {
-    "LSTM by hand": {"two products"}, "attention, causal": {"exp of a triangle", "fused, mask"},
-    "attention, grouped queries": {"einsum, positions first", "gather", "stack"},
-    "attention, one matrix": {"zeros behind"}, "attention, padded": {"softmax, filled"},
-    "attention, slopes in a window": {"least number"}, "bag of embeddings": {"mean of indicators", "sum"},
-    "batch norm": {"instance_norm"}, "bias of queries": {"sum"}, "bilinear": {"matmul", "outer"},
-    "convolution and batch norm": {"channels last", "depthwise"}, "convolution": {"chunks", "mirrored"},
-    "decaying sums": {"Fourier"}, "depthwise convolution and batch norm": {"convolution", "native"},
-    "embedding and positions": {"gather", "stack"}, "factorisation machine": {"pairs", "products"},
-    "gains of 1 + w": {"minus", "ones"}, "gated": {"joined"}, "group norm": {"image"},
-    "grouped queries in arrays": {"fused_groups, by_matmul"}, "heads in arrays": {"heads as samples"},
-    "largest step": {"aminmax", "max_pool1d"}, "layer norm": {"matrix"},
-    "layers, then heads in an array": {"chunk by chunk"}, "linear attention, shares": {"einsum", "sum of keys"},
-    "linear": {"bias as a column", "rows"}, "logsumexp of steps": {"log of mean"}, "maxout": {"max_pool1d",
-    "minus the least", "where"}, "mean of neighbours": {"index_put", "one hot", "scatter_reduce"},
-    "neighbours": {"index_put", "scatter_add"}, "norm of channels into a convolution": {"rms of centred"},
+    "LSTM by hand": {"two products"}, "attention, causal": {"exp of a triangle", "exp over sum, stable",
+    "fused, mask"}, "attention, grouped queries": {"einsum, positions first", "gather", "stack"},
+    "attention, learned biases": {"index_select"}, "attention, mask as input": {"products"},
+    "attention, one matrix": {"gpt2", "zeros behind"}, "attention, padded": {"added mask", "exp where",
+    "softmax, filled"}, "attention, slopes in a window": {"least number"}, "bag of embeddings": {"mean of indicators",
+    "sum"}, "batch norm": {"instance_norm"}, "bias of queries": {"sum"}, "bilinear": {"matmul", "outer"},
+    "conditioned norm, scale read twice": {"two numbers"}, "convolution": {"chunks", "conv3d", "mirrored"},
+    "convolution and batch norm": {"channels last", "depthwise"}, "decaying sums": {"Fourier"},
+    "depthwise convolution and batch norm": {"convolution", "folded", "native"},
+    "differences of softmaxes": {"unflatten"}, "embedding and positions": {"gather", "index_select", "stack"},
+    "factorisation machine": {"pairs", "products"}, "gains as softplus": {"columns of the weight"},
+    "gains of 1 + w": {"minus", "ones"}, "gains that a layer makes": {"diag_embed"},
+    "gains that heads share": {"chunks"}, "gated": {"joined"}, "group norm": {"chunks", "image"},
+    "grouped queries in arrays": {"fused_groups, by_matmul"}, "groups of an input": {"module"},
+    "heads in arrays": {"heads as samples"}, "kernels of width 1, added": {"cat"},
+    "kernels of width 1, side by side": {"one kernel"}, "kernels side by side": {"groups"},
+    "kernels that a layer makes": {"loop"}, "largest step": {"aminmax", "max", "max_pool1d"}, "layer norm": {"matrix"},
+    "layers, then heads in an array": {"chunk by chunk"}, "linear": {"bias as a column", "rows"},
+    "linear around a layer norm": {"columns"}, "linear attention, shares": {"einsum", "sum of keys"},
+    "logsumexp of steps": {"log of mean", "log of sum"}, "masked mean": {"weights"}, "maxout": {"max", "max_pool1d",
+    "minus the least", "where"}, "mean of neighbours": {"index_add in place", "index_put", "one hot",
+    "scatter_reduce"}, "neighbours": {"index_put", "scatter_add"},
+    "norm of channels into a convolution": {"rms of centred"}, "numbers for each head": {"repeated"},
     "pixel unshuffle": {"slices", "unfold"}, "pooling": {"mean of chunks", "products"}, "prototypes": {"cdist",
-    "expanded"}, "queries, keys, values in an array": {"by_rows", "head_in_part"}, "recurrent layer": {"cell"},
-    "relative keys": {"batches of positions"}, "residual": {"folded gain", "negative bias"},
-    "reversible layers": {"chunks_in_place"}, "rotary, halves": {"written"}, "rotary, pairs": {"written"},
-    "shares of kernels": {"loop"}, "tanh, by hand": {"one exponential"}, "weight norm": {"_weight_norm"},
-    "weighted mean": {"steps"},
+    "expanded"}, "queries, keys, values in an array": {"by_rows", "head_in_part"}, "rational activation": {"Horner"},
+    "recurrent layer": {"cell"}, "relative keys": {"batches of positions"}, "residual": {"alpha", "folded gain",
+    "negative bias"}, "reversible layers": {"chunks_in_place"}, "rotary, halves": {"written"},
+    "rotary, pairs": {"matrices", "written"}, "row that reads a product of places": {"sum"},
+    "shares of kernels": {"loop"}, "signed square, by hand": {"rectifiers"}, "sines, complex": {"polar"},
+    "size, by hand": {"rectifiers"}, "squeeze and excite": {"einsum"}, "tanh, by hand": {"one exponential"},
+    "the best of experts": {"low numbers"}, "two matrices of one tensor": {"unbind"}, "units on two axes": {"unbind"},
+    "wave, by hand": {"sin"}, "weight norm": {"_weight_norm"}, "weighted mean": {"steps"},
 }  # fmt: skip
 
 
@@ -199,6 +210,7 @@ def of_parts(name: str, shifts: bool) -> Symmetry:
 
 @pytest.mark.parametrize("shifts", [False, True])
 @pytest.mark.parametrize("name", PARTS)
+@pytest.mark.few(4, "diag-False", "diag-True", "diagonal of gains-True", "group norm-True")
 def test_parts_of_a_matrix_have_no_more_than_the_function(name: str, shifts: bool) -> None:
     symmetry = of_parts(name, shifts)
     assert symmetry.worst_error < symmetry.tolerance
@@ -213,6 +225,7 @@ def test_what_is_listed_is_a_spelling() -> None:
         assert spellings == EVERY or {*spellings} < {*ALL[name].spellings}
 
 
+@pytest.mark.long  # a test of the cases only
 @pytest.mark.parametrize("name", ALL)
 def test_nullity(name: str) -> None:
     rows = jacobian(ALL[name])
@@ -283,6 +296,7 @@ def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
     ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
         "temperature per head", "shared queries and keys", "heads in arrays"],
 )  # fmt: skip
+@pytest.mark.few(5, "conditioned norm", "gain per head", "shared queries and keys")
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
     torch.manual_seed(3)

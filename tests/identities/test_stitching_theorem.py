@@ -145,6 +145,7 @@ def check_theorem(source: CutNetwork, images: Tensor, **settings) -> None:
 
 
 @pytest.mark.parametrize("case", one_in(3, listed(OURS), 1))
+@pytest.mark.few(5)
 def test_every_cut_of_our_architectures_is_exact(case):
     check_theorem(*made(OURS[case]))
 
@@ -173,6 +174,7 @@ def test_the_identity_is_no_stitch_of_networks_that_differ(case):
 
 
 @pytest.mark.parametrize("case", ["perceptron", "myrtle", "resnet20"])
+@pytest.mark.few(3)
 def test_cuts_before_the_activation_are_exact_too(case):
     check_theorem(*made(OURS[case], before=True), before=True)
 

@@ -83,6 +83,7 @@ def traced(name, eps=1e-6):
 
 
 @pytest.mark.parametrize("name", NORMS)
+@pytest.mark.few(4)
 def test_stream_behind_a_norm_is_rotated_between_its_gains(name):
     _, _, symmetry = traced(name)
     fixes_ones = NORMS[name][1]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Program, buffer, few, of, one_in, parameter, sequential
+from helpers import Program, buffer, of, one_in, parameter, sequential
 from symmetry_family_cases import A, B, C, L, usual_parts
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -581,7 +581,8 @@ OURS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], list[int], int, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(3, one_in(3, OURS), ["perceptron_gaussian", "myrtle_bn_leaky_relu(0.1)"]))
+@pytest.mark.few(3, "perceptron_gaussian", "myrtle_bn_leaky_relu(0.1)")
+@pytest.mark.parametrize("name", one_in(3, OURS))
 def test_our_architectures(name: str) -> None:
     make, shape, order, scales, signs = OURS[name]
     torch.manual_seed(0)

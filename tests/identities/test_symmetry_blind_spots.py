@@ -191,6 +191,9 @@ def test_rule_that_allows_too_much_is_found(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:std:UserWarning")
 @pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.few(
+    10, "units dead at the example", "outputs masked by NaN", "nested output", "categories as floating point numbers"
+)
 def test_right_rule_raises_no_alarm(name: str) -> None:
     register(wrong=False)
     torch.manual_seed(0)
@@ -238,6 +241,7 @@ VALID: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", VALID)
+@pytest.mark.few(6, "integers beside", "truth values beside")
 def test_valid_network_raises_no_alarm(name: str) -> None:
     torch.manual_seed(0)
     make, example, dimension = VALID[name]

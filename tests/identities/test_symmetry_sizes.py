@@ -55,6 +55,7 @@ TABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[int, int],
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.few(5)
 def test_sizes_of_the_theory(name: str) -> None:
     make, shape, expected, log10, scales, signs = TABLE[name]
     torch.manual_seed(0)

@@ -221,6 +221,7 @@ def traced(name: str) -> tuple[Case, nn.Module, Symmetry]:
 
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
+@pytest.mark.few(5, "weights_gathered", "best_alone", "compared_with_numbers", "added_by_index")
 def test_members_and_their_units_change_places(name: str) -> None:
     """The whole group; elements keep the function in a fresh network, for another number of samples."""
     own, network, symmetry = traced(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fixed, Program, few, of
+from helpers import Fixed, Program, of
 from symmetry_family_cases import L, difference, evaluate, randomise
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -507,7 +507,8 @@ def test_twin_of_the_same_architecture_is_accepted(name: str) -> None:
 
 
 # Of each pair one network, in turn the first and the second: most differ in a number only.
-@pytest.mark.parametrize(("name", "which"), few(4, [(name, index % 2) for index, name in enumerate(REFUSED)]))
+@pytest.mark.few(4)
+@pytest.mark.parametrize(("name", "which"), [(name, index % 2) for index, name in enumerate(REFUSED)])
 def test_the_same_architecture_with_other_weights_is_accepted(name: str, which: int) -> None:
     make = REFUSED[name][which]
     assert_kept(made(make, 0), made(make, 1), torch.randn(REFUSED[name][2], dtype=torch.float64))

@@ -109,6 +109,7 @@ def traced(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.few(6)
 def test_dimension_is_the_nullity_of_the_jacobian(name):
     network, symmetry, x = traced(name)
     readers = NETWORKS[name][3]
@@ -297,6 +298,7 @@ LEANING = {
 
 
 @pytest.mark.parametrize("name", LEANING)
+@pytest.mark.few(4, "parts of its places", "a mean with weights", "convolutions")
 def test_multiples_of_ones_are_added_to_streams(name):
     network, symmetry, x = traced(name)
     lean = LEANING[name][3]
@@ -335,6 +337,7 @@ def test_shifts_of_streams_compose_behind_gains():
 
 
 @pytest.mark.parametrize("name", [name for name, (*_, lean) in LEANING.items() if lean and name != "post-norm"])
+@pytest.mark.few(5, "some of its places", "transposed convolutions")
 def test_streams_that_lean_have_one_canonical_form(name):
     network, symmetry, _ = traced(name)
     form = canonicalize(symmetry, network, check=True)

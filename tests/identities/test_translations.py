@@ -85,7 +85,7 @@ def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -
     return right[int((values > ZERO).sum()) :] @ vectors
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(6, LISTED))
+@pytest.mark.parametrize(("name", "spelling"), one_in(12, LISTED))  # of those below
 def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, spelling: str) -> None:
     network, _, found, charts = drawn(name, spelling)
     vectors = moving_parameters(found, charts, network)

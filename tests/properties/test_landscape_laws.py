@@ -124,6 +124,7 @@ def test_a_chain_meets_its_bends_and_goes_on_along_the_line_behind(count):
 @pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("t", [0.0, 1 / 3, 0.4, 1.0])
 @pytest.mark.parametrize("bends", [1, 2, 3])
+@pytest.mark.few(9)
 def test_a_network_on_a_curve_is_each_of_its_tensors_on_it(kind, decay, t, bends):
     """Also of a network with all that is odd; its gradient is that of the point, times the coefficient."""
     start, end, x, y = odd(0), odd(1), normal(5, 3), torch.tensor([0, 1, 1, 0, 1])
@@ -182,6 +183,7 @@ def test_a_curve_between_equal_ends():
 @pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
 @pytest.mark.parametrize("sizes", [[1, 6, 2], [9], [0, 8, 1]], ids=str)
 @pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss])
+@pytest.mark.few(4)
 def test_matrices_are_those_of_two_backward_passes(kind, sizes, loss):
     """Of an odd network, for batches of all sizes, of indices and of numbers as targets."""
     network, x = odd(), normal(9, 3, seed=2)

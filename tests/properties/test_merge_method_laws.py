@@ -38,6 +38,7 @@ def number_of(method, count):
     return min(max(count, own.fewest), own.most or count + 2)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("method", METHODS)
 @LAW
 @given(counts, shapes, seeds, st.booleans())
@@ -90,6 +91,7 @@ def test_the_karcher_mean_of_two_of_equal_norm_is_the_middle_of_the_arc(size, se
         torch.testing.assert_close(merge_tensors("slerp", models, t=0.5), middle, **EXACT)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in RANDOM])
 @LAW
 @given(counts, st.tuples(st.integers(1, 7), st.integers(1, 7)), seeds, densities)
@@ -104,6 +106,7 @@ def test_permuting_all_alike_permutes_the_result(method, count, shape, seed, den
     torch.testing.assert_close(found, merge_tensors(method, models, **given)[rows][:, columns], **EXACT)
 
 
+@pytest.mark.few(5, "karcher")
 @pytest.mark.parametrize("method", [name for name, own in METHODS.items() if own.most is None and name not in RANDOM])
 @LAW
 @given(st.integers(2, 4), shapes, seeds, st.data())

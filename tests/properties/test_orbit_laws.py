@@ -63,6 +63,7 @@ def measured(objective, network, data):
 @pytest.mark.parametrize(
     "objective", [weight_norm(3), gradient_norm(), fourth_powers], ids=["weights", "gradients", "own"]
 )
+@pytest.mark.few(4)
 def test_the_objective_falls_and_the_function_stays(seed, objective):
     network, (inputs, targets) = mlp(seed).train(seed % 2 == 0), batch()
     before = copy.deepcopy(network.state_dict())
@@ -85,6 +86,7 @@ def test_the_objective_falls_and_the_function_stays(seed, objective):
 
 @pytest.mark.parametrize("way", ["ascent", "descent", "random"])
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.few(6, "0-random", "3-random")
 def test_teleportation_keeps_functions_in_training_mode_and_scales_before_batch_norms(seed, way):
     network, data = mlp(seed), batch()
     symmetry = trace_symmetry(network, data[0], check=False)

@@ -123,6 +123,7 @@ def test_similarity_notices_what_is_outside_of_its_group(name):
         assert float(measured(metric, x, CHANGES[change](x, source))) < 1 - least, change
 
 
+@pytest.mark.few(6, "laplace")
 @pytest.mark.parametrize("name", STREAMING)
 @given(seed=SEEDS, shape=SHAPE, other=SIZES, cuts=st.sets(st.integers(1, 4)))
 @LAW

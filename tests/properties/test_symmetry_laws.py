@@ -218,6 +218,7 @@ def same_weights(one, two, tolerance=TIGHT):
         assert float((a - second[name]).abs().max()) <= tolerance * size, name
 
 
+@pytest.mark.few(4, "gained heads", "grouped")
 @each
 @LAW
 @given(seeds)
@@ -236,6 +237,7 @@ def test_elements_form_a_group(name, seed):
     same_element(symmetry.inverse(one), one, 0)
 
 
+@pytest.mark.few(4)
 @each
 @LAW
 @given(seeds)
@@ -245,6 +247,7 @@ def test_acting_is_a_homomorphism(name, seed):
     same_weights(symmetry.act(h, symmetry.act(g, network)), symmetry.act(symmetry.compose(h, g), network))
 
 
+@pytest.mark.few(4)
 @each
 @LAW
 @given(seeds)
@@ -300,6 +303,7 @@ def test_the_identity_changes_no_bit(name):
     same_bits(network, symmetry.act(symmetry.identity(), network))
 
 
+@pytest.mark.few(6)
 @each
 @LAW
 @given(seeds, st.booleans())
@@ -352,6 +356,7 @@ def test_sampling_respects_its_flags(name, seed, flags, scale):
     same_weights(network, symmetry.act(still, network), 0)
 
 
+@pytest.mark.few(6)
 @each
 @LAW
 @given(seeds, st.sampled_from([0.1, 0.5, 1.0]))
@@ -387,6 +392,7 @@ def test_permutations_of_grouped_queries_are_uniform():
     assert min(map(orders.count, set(orders))) > 60
 
 
+@pytest.mark.few(6)
 @each
 @LAW
 @given(seeds)

@@ -230,6 +230,7 @@ def test_errors_and_interrupts_while_training():
     assert result.err == "lightning-sym: interrupted; resume with --ckpt_path last\n"
 
 
+@pytest.mark.long  # three runs, in a process of their own
 def test_a_second_run_in_a_folder_or_on_members_in_work_is_told_who_is_there():
     fit = ["fit", *SMALL, *QUIET, "--trainer.max_epochs=1", "--trainer.callbacks=ZooExport", "--zoo_dir=zoo"]
     others = (["--run_dir=a", "--overwrite=true"], ["--run_dir=b", "--model.seed=1"], ["--run_dir=c", "--model.seed=2"])
@@ -289,6 +290,7 @@ def test_a_file_of_ones_own_goes_before_a_recipe_of_that_name():
 
 
 @pytest.mark.parametrize("text", ["model: {members: 2}", "{model: {members: 2}}", "model:\n  members: 2\n"])
+@pytest.mark.few(2)
 def test_what_a_file_says_may_stand_on_the_command_line(text, built):
     succeed("fit", "--config=zoo/digits_mlp", "--config", text)
     assert built.model.members == 2
@@ -401,6 +403,7 @@ def test_a_plain_module_is_wrapped_and_keeps_its_own_defaults():
         (["--model.network.widths=[3]"], [3]),
     ],
 )
+@pytest.mark.few(5, "given2-widths2")
 def test_another_network_takes_nothing_from_the_one_of_the_recipe(built, given, widths):
     assert yaml.safe_load(recipe_path("zoo/digits_mlp").read_text())["model"]["init_args"]["network"]["init_args"] == {
         "widths": [64, 64]

@@ -150,6 +150,7 @@ def test_a_data_set_and_a_zoo_and_a_function_of_ones_own():
         (["--network=own_nets.Own", "--trainer.accelerator=gpuu"], "invalid accelerator name"),
     ],
 )
+@pytest.mark.few(3, "options1-model.prior_precision")
 def test_a_failed_attempt_leaves_nothing_and_may_be_repeated(options, says):
     files = set(Path().iterdir())
     result = call("evidence", "a.pt", *DATA, "--out=runs/mine", *options)

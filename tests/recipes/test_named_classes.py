@@ -173,6 +173,7 @@ def contains(found, wanted):
 
 
 @pytest.mark.parametrize("configuration", [pytest.param(one, id=name) for name, one in configurations()])
+@pytest.mark.few(9, "SimilarityTask, digits")
 def test_arguments_reach_the_class_that_has_them(configuration):
     """A file with every argument comes back from ``--print_config``, and again from what that printed."""
     Path("all.yaml").write_text(yaml.safe_dump(configuration))
@@ -203,6 +204,7 @@ def test_what_recipes_and_guides_name_is_among_them():
 
 
 @pytest.mark.parametrize("kind", NETWORKS, ids=lambda kind: kind.__name__)
+@pytest.mark.few(5, "CIFARResNet", "CIFARResNet18", "CompactTransformer", "LeNet5")
 def test_networks_are_built_for_the_data(kind, built):
     size = ["--data.transforms+=Resized", "--data.transforms.size=32"]
     small = ["--model.network.model=squeezenet1_1"] if kind is networks.TorchvisionNetwork else []
@@ -255,6 +257,7 @@ FITTED = [kind for kind in DATA if kind.__name__ not in ("BrodenDataModule", "Co
 
 @pytest.mark.usefixtures("data_files")
 @pytest.mark.parametrize("kind", FITTED, ids=lambda kind: kind.__name__)
+@pytest.mark.few(5)
 def test_datamodules_are_fitted_without_arguments_and_with_some(kind):
     for some in ([], ["--data.batch_size=7"]):
         args = [f"--data={kind.__name__}", *OWN.get(kind.__name__, []), *some, *QUIET, "--trainer.fast_dev_run=true"]
@@ -290,6 +293,7 @@ data:
         (["--config=data.yaml", "--data.test=null"], 2, (2, 2), (2, 12)),
     ],
 )  # fmt: skip
+@pytest.mark.few(5)
 def test_a_data_set_is_built_with_its_arguments(given, scale, shape, tested, built):
     Path("data.yaml").write_text(YAML)
     succeed("fit", "--model=test_named_classes.Mean", *given)
@@ -300,6 +304,7 @@ def test_a_data_set_is_built_with_its_arguments(given, scale, shape, tested, bui
     assert (inputs.unique().tolist(), len(inputs)) == ([tested[0]], tested[1])
 
 
+@pytest.mark.long
 def test_a_run_on_a_data_set_is_repeated_resumed_and_tested():
     Path("data.yaml").write_text(YAML)
     network = ["--model=ZooTask", "--model.members=2", "--model.network=MultiLayerPerceptron"]

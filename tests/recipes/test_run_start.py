@@ -39,6 +39,7 @@ def test_loggers_of_ones_own_are_added_to_those_of_the_run_folder():
     assert ours[-1]["val/loss"] == next(row["val/loss"] for row in theirs if row["val/loss"])
 
 
+@pytest.mark.long  # in a process of its own
 def test_commands_on_files_do_without_lightning():
     succeed("fit", *SMALL, *QUIET, "--run_dir=run", "--trainer.callbacks=[ZooReport]", "--trainer.max_epochs=1")
     shutil.copytree("run", "again")
@@ -120,6 +121,7 @@ def test_only_networks_are_called_members():
         (["--trainer.callbacks=ModelSummary"], [ModelSummary]),
     ],
 )
+@pytest.mark.few(4)
 def test_a_table_of_modules_is_lightnings_if_it_is_wanted(built, options, kinds):
     succeed("fit", *SMALL, *UNSAID, *options)
     assert [type(one) for one in built.trainer.callbacks if isinstance(one, ModelSummary)] == kinds

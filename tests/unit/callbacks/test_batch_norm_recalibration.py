@@ -364,6 +364,7 @@ def test_context_manager_and_pairs_nest(tmp_path):
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("after_validation", [False, True])
+@pytest.mark.few(4)
 def test_checkpoint_and_resume(tmp_path, keep, after_validation):
     def fit(path, *callbacks, ckpt_path=None):
         task = Normed()
