@@ -13,7 +13,7 @@ from lightning_sym.symmetry.tracing.numbering import Numbers, components
 _MOST = 2**20  # maximal entries of a parameter along axes that several of its slots share
 
 
-def compress(root: Ints, factor: Floats) -> None:
+def compress(root: Numbers, factor: Floats) -> None:
     """Let every variable point to the end of its chain."""
     while True:
         above = root[root]
@@ -111,7 +111,8 @@ def _equal(
     number: int, equations: list[tuple[Ints, Floats]], *, modulo_two: bool
 ) -> tuple[Numbers, list[tuple[Ints, Floats]]]:
     """Return the smallest variable equal to each one, and the equations that do not say that two are equal."""
-    pairs, others = [], []
+    pairs: list[tuple[Ints, Floats]] = []
+    others: list[tuple[Ints, Floats]] = []
     for variables, once in equations:
         equal = len(once) == 2 and ((np.mod(once, 2) == 1).all() if modulo_two else once[0] == -once[1])
         (pairs if equal else others).append((variables, once))
