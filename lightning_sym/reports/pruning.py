@@ -16,9 +16,10 @@ def _panel(quantity: str, title: str, ylabel: str, factor: float = 1, log: str =
     of: Any = {"x": "units", "group": ["member", "epsilon"], "label": "member {member}, ε = {epsilon:g}"}
     marks = [
         Marks(quantity, **of, factor=factor, look={"marker": "."}, table="steps"),
-        Marks(quantity, **of, factor=factor, look={"ls": "--", "lw": 1.2}, table="magnitude"),
+        Marks(quantity, **of, factor=factor, look={"ls": "--", "lw": 1.2, "marker": "."}, table="magnitude"),
     ]
-    marks += [Marks("threshold", **of, look={"ls": ":", "lw": 1.4}, table="steps")] if quantity == "loss" else []
+    if quantity == "loss":
+        marks.append(Marks("threshold", **of, look={"ls": ":", "lw": 1.4, "marker": ""}, table="steps"))
     return Panel(marks, title, "units left", ylabel, log=log)
 
 
