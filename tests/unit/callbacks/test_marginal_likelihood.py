@@ -157,6 +157,7 @@ def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity,
     ("burn_in", "every", "expected"),
     [(1, 1, [1, 2, 3, 4, 5, 6, 7]), (3, 2, [4, 6]), (4, 2, [4, 6]), (10, 5, []), (5, 8, []), (None, 1, [])],
 )
+@pytest.mark.few(3)
 def test_schedule(tmp_path, capsys, burn_in, every, expected):
     seen = []
 

@@ -114,6 +114,7 @@ def test_positions_and_lengthscales_have_no_prior():
     ("likelihood", "momentum"),
     one_in(3, [("classification", 0.0), ("regression", 0.0), ("classification", 0.9), ("regression", 0.9)]),
 )
+@pytest.mark.few(2)
 def test_the_implicit_step_has_the_same_solution(tmp_path, likelihood, momentum):
     """At the end of either training, the gradient of the negative log joint is 0, with momentum too."""
     found = []
@@ -138,6 +139,7 @@ ADAMS = {
 
 
 @pytest.mark.parametrize("name", one_in(3, ADAMS))
+@pytest.mark.few(2)
 def test_adam_with_implicit_steps_solves_ridge_regression(name):
     x, y = (tensor.double() for tensor in problem("regression"))
     task = EquivarianceTask(Line().double(), "regression", precision=4.0, noise=0.8, optimizer=ADAMS[name])
@@ -218,6 +220,7 @@ def test_a_step_that_is_skipped_does_not_shrink(kind, fused):
 
 @pytest.mark.parametrize("optimizer", [sgd(0.05, momentum=0.9), adam(), adam(fused=True)])
 @pytest.mark.parametrize("precision", [1e9, 1e17])
+@pytest.mark.few(4)
 def test_the_implicit_step_is_stable_for_every_precision(tmp_path, optimizer, precision):
     largest = {}
 

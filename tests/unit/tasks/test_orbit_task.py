@@ -178,7 +178,7 @@ def gauss_newton_trace(network, images):
 
 def test_objectives_that_change_no_network_are_compared_themselves(zoo, tmp_path):
     arms = ["trained", "balanced", "orbit"]
-    task, report = ran(tmp_path, zoo, "sharpness", grid={"kind": ["trace", "top"]}, arms=arms, members=2)
+    task, report = ran(tmp_path, zoo, "sharpness", grid={"kind": ["trace", "top"]}, arms=arms, members=2, steps=3)
     assert (tmp_path / "results/objective.png").is_file()
     for member in range(2):
         for kind in ("trace", "top"):
