@@ -411,7 +411,7 @@ SELF_TESTED = {
         w=square(), **ends()), True),
     "antisymmetric matrix": (lambda: written(lambda s, x: s.o(s.a(x) @ (s.w - s.w.T)), w=square(), **ends()), False),
     "product of weights": (lambda: written(lambda s, x: s.o((x @ (s.v * s.w)).relu()), v=square(5), w=square(5),
-        o=nn.Linear(5, 3)), False),
+        o=nn.Linear(5, 3)), True),
     "symmetric matrix beside a path": (lambda: written(lambda s, x: s.o(s.a(x) + s.a(x).relu() @ (s.w + s.w.T)),
         w=square(), **ends()), True),
     "mask times a weight": (lambda: written(lambda s, x: s.o((x @ (s.w * s.m)).relu()), w=square(5), m=mask(5, 5),

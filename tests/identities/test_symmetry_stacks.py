@@ -290,6 +290,27 @@ def test_rotations_of_members_are_found_again(name: str) -> None:
     assert torch.allclose(functional_call(network, weights, x), network(x), atol=1e-12)
 
 
+def rotated(h: Tensor) -> Tensor:
+    angles = torch.arange(h.shape[-2], dtype=h.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=h.dtype)
+    one, two = h[..., :2], h[..., 2:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
+
+
+def test_signs_that_only_meet_in_pairs_have_one_form() -> None:
+    """Heads and coordinates have signs, and every entry of queries and keys has one of each."""
+
+    def attend(s: Any, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btd,hde->bhte", x, own) for own in (s.q, s.k, s.v))
+        read = (rotated(q) @ rotated(k).mT).softmax(-1) @ v
+        return torch.einsum("bhte,hed->btd", read, s.o)
+
+    parts = {"q": parameter(2, 8, 4), "k": parameter(2, 8, 4), "v": parameter(2, 8, 2), "o": parameter(2, 2, 6)}
+    network = randomise(Program(attend, parts)).double()
+    symmetry = trace_symmetry(network, torch.randn(2, 3, 8, dtype=torch.float64))
+    assert_members_have_one_form(symmetry, network, 1e-8, range(8))
+
+
 @pytest.mark.parametrize("name", ["mixture_of_all", "heads_on_an_axis", "capsules_of_their_own_layers"])
 def test_dimension_is_the_nullity_of_the_jacobian(name: str) -> None:
     own, network, symmetry = traced(name)

@@ -110,6 +110,32 @@ class _SignChoice:
 
         Classes are visited in turn, as the order of generators within a class differs between points of the orbit.
         """
+        self._by_single_entries()
+        while (given := self._in_pairs()) is not None:
+            self.pending[given] = False
+            self._by_single_entries()
+
+    def _in_pairs(self) -> int | None:
+        """Return a sign that may be chosen freely, as all entries have an even number of pending signs; else None.
+
+        It is the one that flips the largest entries: flipping all pending signs changes nothing.
+        """
+        unknown = self.forms @ self.pending.astype(np.float64)
+        sizes = np.zeros(len(self.signs))
+        read = (slot.tensor for slot in self.plan.slots if self.plan.parameter[slot.rows].any())
+        for name in dict.fromkeys(read) if self.pending.any() else ():
+            weight = abs(self.gauged.weight(name))
+            slots = [slot for slot in self.plan.tensors[name] if len(slot.axes) == 1 or slot.of_stack]
+            count = sum((_spread(unknown, slot, weight.ndim) for slot in slots), np.zeros(weight.shape))
+            if (odd(count) & (weight > NOTHING)).any():
+                return None
+            for slot in slots:
+                total = np.moveaxis(weight**2, slot.axes, range(len(slot.axes))).reshape(slot.size, -1).sum(1)
+                sizes += total @ self.forms[slot.rows].multiply(self.pending[None, :])
+        return int(sizes.argmax()) if sizes.any() else None
+
+    def _by_single_entries(self) -> None:
+        """Choose signs class by class from entries with one pending sign."""
         left = len(self.signs) + 1
         while 0 < self.pending.sum() < left:
             left = self.pending.sum()

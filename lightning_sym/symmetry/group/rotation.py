@@ -183,7 +183,8 @@ class Rotations(BetweenGains):
         found = {}
         for slot in self.structure.slots:
             if slot.offset in self.structure.rotated_places and slot.tensor in tensors:
-                found[slot.tensor] = [torch.linalg.svdvals(together(tensors[slot.tensor], slot.axes).flatten(1))]
+                rows = together(tensors[slot.tensor], slot.axes).reshape(slot.size, -1)
+                found[slot.tensor] = [torch.linalg.svdvals(rows)]
         return found
 
     rung, keeps_norms = Rung.LAST, True
