@@ -337,10 +337,12 @@ class ScaleGauge:
         """Solve for the Newton step (of half the energy) by conjugate gradients, preconditioned at two levels."""
         forms, back = self.plan.forms, self.plan.forms.T
 
-        def times(v: Floats) -> Floats:
-            return np.where(active, 2 * (back @ self.squares.change(factor, slices, forms @ v, names)), 0.0)
-
         diagonal = np.where(active, 2 * (forms.power(2).T @ slices), 1.0)
+
+        def times(v: Floats) -> Floats:
+            changed = 2 * (back @ self.squares.change(factor, slices, forms @ v, names))
+            return np.where(active, changed + _RIDGE * diagonal * v, 0.0)  # some scales undo one another
+
         coarse = self._level or self._coarse(active, factor, slices, names)
 
         def precondition(v: Floats) -> Floats:
