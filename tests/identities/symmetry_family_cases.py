@@ -1065,7 +1065,8 @@ def norms_of_two_domains(s, x):
 shared.row("norms_of_two_domains_with_one_head", group([8], 16, 8),
     lambda s, x: [s.b(relu(norm(s.a(x)))) for norm in s.norms], on=IMAGE, least=UNITS, a=of(C, 3, 8, 3, bias=False),
     norms=lambda: nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)]))
-shared.row("norm_behind_two_layers", group([8], 16, 8, shifts=8),
+# The two layers with their readers, and the biases of these, can be exchanged.
+shared.row("norm_behind_two_layers", group([8, 2, 2], 16, 8, shifts=8),
     lambda s, x: s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x)))), least=UNITS, c=A, n=NORM, d=B)
 shared.row("norm_behind_two_convolutions", group([8], 16, 8, shifts=8),
     lambda s, x: s.b(relu(s.n(s.a(x))) + relu(s.n(s.c(x)))), on=IMAGE, least=UNITS, c=of(C, 3, 8, 1), n=NORM2D)
@@ -1125,9 +1126,10 @@ shared.row("one_prelu_for_two_layers", group([8], 16), lambda s, x: s.b(s.p(s.c(
     p=of(nn.PReLU, 8))
 shared.row("one_slope_for_two_layers", group([8, 8], 16), lambda s, x: s.b(s.p(s.c(s.p(s.a(x))))), c=of(L, 8, 8),
     p=nn.PReLU)
-# Gain and bias against both readers; all units of both layers change sign at once, and the gain takes it back.
-shared.row("layer_norm_of_two_layers", group([8], 8, 1), lambda s, x: s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x)))),
-    c=A, n=of(nn.LayerNorm, 8), d=B)
+# Gain and bias against both readers; all units of both layers change sign at once, and the gain takes it back. The
+# layers with their readers, and the biases of these, can be exchanged.
+shared.row("layer_norm_of_two_layers", group([8, 2, 2], 8, 1),
+    lambda s, x: s.b(relu(s.n(s.a(x)))) + s.d(relu(s.n(s.c(x)))), c=A, n=of(nn.LayerNorm, 8), d=B)
 shared.row("layer_norm_used_twice_in_series", group([8], 8, 1), lambda s, x: s.b(relu(s.n(s.c(relu(s.n(s.a(x))))))),
     c=of(L, 8, 8), n=of(nn.LayerNorm, 8))
 

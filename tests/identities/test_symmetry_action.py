@@ -334,13 +334,14 @@ GATE_CASES = {
         b=of(L, 5, 8), c=of(L, 5, 8), d=of(L, 8, 2)),
     "masks_of_comparisons": functional(lambda s, x: s.b(F.relu(s.a(x)).masked_fill(s.mask == 0, 0.0) * (x != 0).any()),
         VECTOR, [8], 8, 0, mask=lambda: torch.ones(8)),
-    # A leaky ReLU written out, a threshold that scales would move, and a maximum of two (positive scales in common).
+    # A leaky ReLU written out, a threshold that scales would move, and a maximum of two, which may change places
+    # (positive scales in common).
     "where": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, 0.1 * h)))(s.a(x)), VECTOR, [8], 8, 0),
     "where_threshold": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0.1, h, 0.1 * h)))(s.a(x)), VECTOR, [8],
         0, 0),
     "where_else_one": functional(lambda s, x: (lambda h: s.b(torch.where(h > 0, h, torch.ones(()))))(s.a(x)), VECTOR,
         [8], 0, 0),
-    "maximum": functional(lambda s, x: s.c(torch.maximum(s.a(x), s.b(x))), VECTOR, [8], 8, 0, b=of(L, 5, 8),
+    "maximum": functional(lambda s, x: s.c(torch.maximum(s.a(x), s.b(x))), VECTOR, [8, 2], 8, 0, b=of(L, 5, 8),
         c=of(L, 8, 2)),
     "minimum_with_constant": functional(lambda s, x: s.b(torch.minimum(s.a(x), torch.tensor(0.5))), VECTOR, [8], 0, 0),
     # No rule of its own: units move together, and the notes say that scales were given up.
