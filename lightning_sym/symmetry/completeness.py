@@ -377,7 +377,7 @@ def _spread(network: nn.Module, generator: torch.Generator) -> None:
             several = weight.ndim > 1 and len(weight)
             wanted = _GROWTH / math.sqrt(weight[0].numel() or 1) if several else min(max(size, _LEAST), _GROWTH)
             weight.mul_(wanted / (size or 1.0))
-            for axis in range(weight.ndim) if weight.ndim > 1 else ():
+            for axis in range(weight.ndim) if weight.ndim > 1 and weight.numel() else ():
                 same = (weight.sign().sum(axis, keepdim=True).abs() == weight.shape[axis]) & (weight.shape[axis] > 1)
                 at = torch.randint(max(weight.shape[axis], 1), same.shape, generator=generator)
                 weight.mul_(1 - 2 * torch.zeros_like(weight).scatter_(axis, at, same.to(weight.dtype)))

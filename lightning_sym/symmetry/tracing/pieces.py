@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.capture import Capture
@@ -255,7 +257,7 @@ def renew(node: fx.Node, old: set[int]) -> None:
         return
     given, named = fx.map_arg((node.args, node.kwargs), lambda own: own.meta["val"])
     target: Any = node.target
-    with node.all_input_nodes[0].meta["val"].fake_mode:
+    with next(own for own in pytree.tree_leaves((given, named)) if isinstance(own, FakeTensor)).fake_mode:
         node.meta["val"] = target(*given, **named)
     for user in node.users:
         renew(user, old)
