@@ -86,7 +86,7 @@ class PlainDistances(TorchFunctionMode):
 
 
 def plain_cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
-    """Return what ``torch.cdist`` computes, for any `compute_mode`."""
+    """Return the distances between all pairs of rows, as ``torch.cdist``; `compute_mode` has no effect."""
     distances: Tensor = torch.linalg.vector_norm(x1[..., :, None, :] - x2[..., None, :, :], p, -1)
     return distances
 

@@ -38,7 +38,7 @@ class Branches(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """What an operation does, apart from the part of a value that it reads."""
+    """An operation, without the place of the part that it reads."""
 
     kind: Any
     given: tuple[Any, ...]

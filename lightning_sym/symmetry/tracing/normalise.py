@@ -602,10 +602,9 @@ def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     count = r.shape(value)[axis]
     times = len(known) // count
     if len(known) != times * count or not isinstance(value, fx.Node) or not times:
-        start = int(known[0]) % count if len(known) and count else 0
-        is_range = len(known) and torch.equal(known % count, torch.arange(start, start + len(known)).to(known))
-        return r.insert(aten.slice.Tensor, value, axis, start, start + len(known)) if (
-            is_range and r.made_of(value) == "inputs") else None  # fmt: skip
+        start = int(known[0]) % count if len(known) and r.made_of(value) == "inputs" else count
+        is_range = start < count and torch.equal(known % count, torch.arange(start, start + len(known)).to(known))
+        return r.insert(aten.slice.Tensor, value, axis, start, start + len(known)) if is_range else None
     if torch.equal(known, torch.arange(count).repeat_interleave(times).to(known)):
         return value if times == 1 else r.insert(aten.repeat_interleave.self_int, value, times, axis)
     if torch.equal(known, torch.arange(count).repeat(times).to(known)):

@@ -259,7 +259,7 @@ class Placing(TraceState):
         Args:
             value: The value with the units.
             other: The other one.
-            across: By axis of the value, the axis of the other one that it meets.
+            across: The axes that the two values have in common: those of the other one, by those of the value.
         """
         label = next((own for own in value.labels if len(own.axes) == 2 and {*own.axes} <= across.keys()), None)
         if label is None or value.members is not None or other.members is None:

@@ -28,7 +28,7 @@ class OnlyUnlabelledError(TypeError):
 
 
 def _meeting(goes: Goes, others: Goes) -> dict[int, int]:
-    """Return by axis of one factor the axis of the other one that it meets in a product."""
+    """Return the axes that two factors have in common: those of the second, by those of the first."""
     pairs = {axis: others.index(target) for axis, target in enumerate(goes) if target is not None and target in others}
     return pairs | {goes.index(None): others.index(None)}
 
