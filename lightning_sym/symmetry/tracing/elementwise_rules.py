@@ -354,7 +354,8 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         return picked(trace, value, *args, **kwargs)
     if "zeros" in trace.node.meta:
         trace.beside_zeros |= {root.state for root, _ in value.sources or ((value, ()),)}
-    if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
+    grows = bool(trace.lengths) and any(index.by_size for index in values_in((args, kwargs)))
+    if grows or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     move = moving(trace.node, args, kwargs)
