@@ -248,8 +248,18 @@ def _numbers(captured: Capture) -> int:
 
 
 def _few(network: nn.Module, call: Call) -> Call:
-    """Truncate a call to at most two samples, if the network takes these: a graph's nodes are no samples."""
-    few: Call = pytree.tree_map_only(Tensor, lambda t: t[:2], call) if samples_of(call) else call
+    """Return two samples of a call, and those with its extreme integers, if the network takes them.
+
+    The range of integers is that of the whole call, and a graph's nodes are no samples.
+    """
+    if not samples_of(call):
+        return call
+    rows = {0: None, min(1, len(tensors_of(list(call))[0]) - 1): None}
+    for tensor in tensors_of(list(call)):
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool and tensor.numel():
+            numbers = tensor.reshape(len(tensor), -1)
+            rows |= dict.fromkeys((int(numbers.amin(1).argmin()), int(numbers.amax(1).argmax())))
+    few: Call = pytree.tree_map_only(Tensor, lambda t: t[[*rows]], call)
     return few if runs(network, [few]) else call
 
 

@@ -497,6 +497,13 @@ def _spatial_mean(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Valu
     return trace.linear_along(value, range(-spatial_axes_of(trace.operation), 0), trace.output_shape())
 
 
+@register_rule("aten::grid_sampler", "aten::grid_sampler_2d", "aten::grid_sampler_3d")
+def _interpolated(trace: Trace, value: Value, grid: Value, *args: Any) -> Value:
+    trace.fix(grid, "computes places, which keep their order and size")
+    value = trace.free_of(value, [0], "each has a grid of its own")
+    return trace.linear_along(value, range(2, value.ndim), trace.output_shape())
+
+
 @register_rule(Trait.MAX_POOL)
 def _max_pool(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     count = spatial_axes_of(trace.operation)

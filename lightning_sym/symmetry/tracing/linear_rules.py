@@ -221,7 +221,7 @@ def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: f
             labels.append(_normalised(trace, label, epsilon, centred=centred))
         elif not kept:
             # A common factor of all units of a weight is among the scales of the rows that the norm divides.
-            exact = epsilon == 0 and not (own and (value.state is not None or value.sources))
+            exact = epsilon == 0
             groups = np.zeros(label.atom.shape, np.int64)
             labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
         else:  # units that are normalised together stay together (heads)
