@@ -58,9 +58,7 @@ def solve_scales(constraints: Constraints) -> Forms:
     halves = [own.flip for own in constraints.half_periods.values()]  # these are solved separately
     return Forms(
         solve(constraints.scales, constraints.magnitude_equations, flat(scales), common=common),
-        solve(
-            constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True, common=common
-        ),
+        solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True, common=common),
     )
 
 

@@ -406,7 +406,7 @@ class Trace(Joining):
             The products, which have scales only; None if there are too many, or if the sums are of unlike units.
         """
         axes = sorted({axis for targets in goes for axis in targets if axis is not None})
-        size = {}
+        size: dict[int | None, int] = {}
         for label, targets in zip(labels, goes, strict=True):
             size |= {axis: max(size.get(axis, 1), own) for axis, own in zip(targets, label.atom.shape, strict=False)}
         shape = (*(size[axis] for axis in axes), labels[0].atom.shape[-1])
