@@ -186,9 +186,9 @@ class Tilts(Factor[Vectors]):
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
         """Return a note on norms whose maps the balanced form leaves open; see :class:`Factor`."""
         free = {tilt.moved[0][0] for own in networks for tilt in self.structure.tilts if _sums(tilt, own)[1] is None}
+        names = ", ".join(sorted(free))
         note = (
-            f"{', '.join(sorted(free))}: rank-one maps have no form where its sum is zero, as of a new norm, and no lower "
-            "bound is known"
+            f"{names}: rank-one maps have no form where its sum is zero, as of a new norm, and no lower bound is known"
         )
         return [note] * bool(free), bool(free)
 
