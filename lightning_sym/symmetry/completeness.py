@@ -128,7 +128,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     if symmetry.unmeasured:
         return
     exact = double_copy(network).cpu()
-    calls = pytree.tree_map_only(Tensor, Tensor.cpu, [double(_few(captured.call)) for captured in captures])
+    with torch.no_grad(), evaluating(exact):
+        calls = [_few(exact, pytree.tree_map_only(Tensor, Tensor.cpu, double(own.call))) for own in captures]
     found = None
     large = count > _MOST_SEARCHED
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=large):
@@ -246,10 +247,20 @@ def _numbers(captured: Capture) -> int:
     return sum(value.numel() for value in values if isinstance(value, Tensor))
 
 
-def _few(call: Call) -> Call:
-    """Truncate a call to at most two samples."""
-    result: Call = pytree.tree_map_only(Tensor, lambda t: t[:2], call) if samples_of(call) else call
-    return result
+def _few(network: nn.Module, call: Call) -> Call:
+    """Return two samples of a call, and those with its extreme integers, if the network takes them.
+
+    The range of integers is that of the whole call, and a graph's nodes are no samples.
+    """
+    if not samples_of(call):
+        return call
+    rows = {0: None, min(1, len(tensors_of(list(call))[0]) - 1): None}
+    for tensor in tensors_of(list(call)):
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool and tensor.numel():
+            numbers = tensor.reshape(len(tensor), -1)
+            rows |= dict.fromkeys((int(numbers.amin(1).argmin()), int(numbers.amax(1).argmax())))
+    few: Call = pytree.tree_map_only(Tensor, lambda t: t[[*rows]], call)
+    return few if runs(network, [few]) else call
 
 
 def _least(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Excess | None:

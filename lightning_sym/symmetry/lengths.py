@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.proof import double, noisy, outputs_of
+from lightning_sym.symmetry.proof import double, noisy, outputs_of, runs
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
 from lightning_sym.symmetry.tracing.capture import Capture, containers_kept
 from lightning_sym.symmetry.tracing.nodes import argument, shape_of
@@ -97,6 +97,8 @@ def other_lengths(
     if samples:
         one = thrifty and (images or all(t.ndim == 2 for t in tensors))  # sequences may come before samples
         few = pytree.tree_map_only(Tensor, lambda t: t[: 1 if one else 2], few)
+        if not thrifty and not runs(network, [few]):  # the nodes of a graph are no samples
+            few, samples = double(call), frozenset()
 
     def first_taken(axes: Axes, sizes: Iterable[int]) -> Iterator[tuple[Call, Call, list[Tensor]]]:
         for size in sizes:

@@ -12,7 +12,13 @@ from torch import nn
 from lightning_sym.connectivity.interpolation import output_change
 from lightning_sym.networks import CompactTransformer, VisionTransformer
 from lightning_sym.orbit.directions import OrbitDirections
-from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
+from lightning_sym.symmetry import (
+    activation_matching,
+    orbit_distance,
+    parameter_distance,
+    trace_symmetry,
+    weight_matching,
+)
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 
@@ -101,6 +107,8 @@ def test_all_but_tilts_is_found_where_the_biases_of_norms_are_zero():
     element = symmetry.sample(torch.Generator().manual_seed(1)).replaced(tilt=symmetry.identity().tilt)
     match = weight_matching(symmetry, a, symmetry.act(element, a))
     assert match.distance_after <= EXACT < 1 < match.distance_before
+    found = orbit_distance(symmetry, a, symmetry.act(symmetry.sample(torch.Generator().manual_seed(1)), a))
+    assert (found.lower, ["rank-one" in note for note in found.notes]) == (0, [True])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from masked_spelling_cases import MASKED
 from published_spelling_cases import PUBLISHED
 from spelled_layers import ANGLES, COS, SIN
 from spelling_cases import FUNCTIONS, Function, rotary, steps
+from table_spelling_cases import TABLES
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES | MASKED | PUBLISHED
+ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES | MASKED | PUBLISHED | TABLES
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11
@@ -41,6 +42,7 @@ SHORT: dict[str, Collection[str]] = {
     "positions": {"lookup"},
     "queries, keys, values in an array": {"head_in_part"},  # whole, without the permutations of heads
     "attention, learned biases": {"embedding"},
+    "latents behind a norm": {"by hand", "by hand, widened"},
 }
 
 

@@ -4,7 +4,7 @@ See docs/theory/transformers.md, 4.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,10 +17,25 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, passes
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.tilts import Tilt
 
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
 
 Vectors = tuple[Tensor, ...]
+
+
+def _sums(tilt: Tilt, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return what a map moves, at each unit, divided by the gain, and the sums over the units; None for sums of zero.
+
+    Shapes (units, numbers) and (numbers,), float64.
+    """
+    rows = [tensors[name].detach().to("cpu", torch.float64).movedim(axis, 0) for name, axis in tilt.moved]
+    moved = torch.cat([own.reshape(tilt.size, -1) for own in rows], 1)
+    if (gain := tilt.gains.get(tilt.moved[0][0])) is not None:
+        moved = moved / tensors[gain].detach().to("cpu", torch.float64)[:, None]
+    total = moved.sum(0)
+    nothing = float(torch.linalg.vector_norm(total)) <= _NOTHING * float(moved.abs().sum())
+    return moved, None if nothing or not bool(moved.isfinite().all()) else total
 
 
 class Tilts(Factor[Vectors]):
@@ -155,22 +170,27 @@ class Tilts(Factor[Vectors]):
         length of r is their number. A map stays the identity, with a note, if the ratio of bias to gain sums to zero:
         no map changes that.
         """
-        result, notes, tensors = [], [], state.tensors
+        result, notes = [], []
         for tilt in self.structure.tilts:
-            rows = [tensors[name].detach().to("cpu", torch.float64).movedim(axis, 0) for name, axis in tilt.moved]
-            moved = torch.cat([own.reshape(tilt.size, -1) for own in rows], 1)
-            if (gain := tilt.gains.get(tilt.moved[0][0])) is not None:
-                moved = moved / tensors[gain].detach().to("cpu", torch.float64)[:, None]
-            total = moved.sum(0)
-            size = torch.linalg.vector_norm(total)
-            if not bool(moved.isfinite().all()) or float(size) <= _NOTHING * float(moved.abs().sum()):
+            moved, total = _sums(tilt, state.tensors)
+            if total is None:
                 what = "its ratio to the gain" if moved.shape[1] == 1 else "each of its rows"
                 notes.append(f"{tilt.moved[0][0]} stays, as {what} sums to zero, and no rank-one map changes that")
                 result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
+                size = torch.linalg.vector_norm(total)
                 factor = (1 if tilt.of_stream else total[total.abs().argmax()].sign()) / size
                 result.append(factor - moved @ total / size**2)
         return Canonical({self.name: tuple(result)}, notes)
+
+    def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
+        """Return a note on norms whose maps the balanced form leaves open; see :class:`Factor`."""
+        free = {tilt.moved[0][0] for own in networks for tilt in self.structure.tilts if _sums(tilt, own)[1] is None}
+        names = ", ".join(sorted(free))
+        note = (
+            f"{names}: rank-one maps have no form where its sum is zero, as of a new norm, and no lower bound is known"
+        )
+        return [note] * bool(free), bool(free)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the coordinates: vectors a with the maps exp(a 1^T)."""

@@ -54,11 +54,11 @@ def solve_scales(constraints: Constraints) -> Forms:
     Returns:
         The solutions by variable.
     """
-    scales, signs = constraints.fixed_magnitudes, constraints.fixed_signs
+    scales, signs, common = constraints.fixed_magnitudes, constraints.fixed_signs, constraints.common
     halves = [own.flip for own in constraints.half_periods.values()]  # these are solved separately
     return Forms(
-        solve(constraints.scales, constraints.magnitude_equations, flat(scales)),
-        solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True),
+        solve(constraints.scales, constraints.magnitude_equations, flat(scales), common=common),
+        solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True, common=common),
     )
 
 

@@ -113,8 +113,11 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
     notes: list[str] = []
     for orbit, (units, cells) in enumerate(zip(structure.orbits, met.cells, strict=True)):
         free = structure.movable[orbit] and structure.cell_of[units[0]] < 0 and not met.restricted[units].any()
-        fixes_ones = bool(met.centred[units].any())
-        if not (free and met.normed[units].all() and np.bincount(cells).min() > 1 + fixes_ones):
+        fixes_ones, normed = (bool(own[units].any()) for own in (met.centred, met.normed))
+        if not free or (normed and not met.normed[units].all()) or np.bincount(cells).min() <= 1 + fixes_ones:
+            continue
+        # Scalar products of each two of three values, a.b, b.c and a.c, allow no more than norms do.
+        if not normed and not not_common(cells, structure.sign_table[orbit]).any():
             continue
         shared = _shared_gains(structure, units, cells, met.spread, gains)
         if shared is None:
@@ -124,6 +127,8 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         behind = np.array([structure.slots[slot].tensor in gains for slot in slots], bool)
         conjugation = _conjugation(structure, orbit, cells, all_columns, behind)
         first = structure.slots[slots[0]].tensor
+        if conjugation is None and not normed:
+            continue
         if conjugation is None:
             # A gain without scales is one of those that prevent rotations.
             none = np.diff(structure.magnitudes.indptr)[all_columns[0]] == 0

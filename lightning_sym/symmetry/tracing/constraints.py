@@ -125,6 +125,7 @@ class Constraints:
     explained: list[tuple[int, int, str]] = field(default_factory=list)
     unread: list[tuple[Ints, str]] = field(default_factory=list)
     half_periods: dict[str, HalfPeriod] = field(default_factory=dict)
+    common: list[Ints] = field(default_factory=list)  # scales of products that many units share
 
     def __post_init__(self) -> None:
         self._pending = np.zeros(0, np.int64)

@@ -354,7 +354,8 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         return picked(trace, value, *args, **kwargs)
     if "zeros" in trace.node.meta:
         trace.beside_zeros |= {root.state for root, _ in value.sources or ((value, ()),)}
-    if any(index.by_size for index in values_in((args, kwargs))) or _is_cut_to_length(trace, value):
+    grows = bool(trace.lengths) and any(index.by_size for index in values_in((args, kwargs)))
+    if grows or _is_cut_to_length(trace, value):
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     move = moving(trace.node, args, kwargs)
@@ -494,6 +495,13 @@ def _side_by_side(trace: Trace, values: Sequence[Value], axis: int, shape: tuple
 @register_rule(Trait.POOL, Trait.RESIZE)
 def _spatial_mean(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Value:
     return trace.linear_along(value, range(-spatial_axes_of(trace.operation), 0), trace.output_shape())
+
+
+@register_rule("aten::grid_sampler", "aten::grid_sampler_2d", "aten::grid_sampler_3d")
+def _interpolated(trace: Trace, value: Value, grid: Value, *args: Any) -> Value:
+    trace.fix(grid, "computes places, which keep their order and size")
+    value = trace.free_of(value, [0], "each has a grid of its own")
+    return trace.linear_along(value, range(2, value.ndim), trace.output_shape())
 
 
 @register_rule(Trait.MAX_POOL)

@@ -34,7 +34,12 @@ def _tidied(rows: sparse.csr_matrix, modulo_two: bool) -> sparse.csr_matrix:
 
 
 def solve(
-    number: int, equations: list[tuple[Ints, Floats]], zeros: Ints, *, modulo_two: bool = False
+    number: int,
+    equations: list[tuple[Ints, Floats]],
+    zeros: Ints,
+    *,
+    modulo_two: bool = False,
+    common: Sequence[Ints] = (),
 ) -> sparse.csr_matrix:
     """Solve sum_j coefficient[j] x[variable[k, j]] = 0 for all k, and x[zeros] = 0.
 
@@ -43,6 +48,8 @@ def solve(
         equations: Pairs of variables (k, m) and coefficients (m,).
         zeros: Variables that are zero.
         modulo_two: Solve over the field with two elements (signs) instead of the reals (log-scales).
+        common: Variables that many units have in common. Others are expressed by these, so that equal units have equal
+            forms.
 
     Returns:
         Every solution: variable i = sum over generators g of forms[i, g] x_g, with one generator per free dimension.
@@ -55,8 +62,9 @@ def solve(
     variable = np.concatenate([nothing, *(own.ravel() for own, _ in equations)], dtype=np.int32, casting="same_kind")
     coefficient = np.concatenate([np.zeros(0), *(np.tile(once, len(variables)) for variables, once in equations)])
     rows = sparse.csr_matrix((coefficient, variable, starts), shape=(len(starts) - 1, number))
-    factor, zero = np.ones(number), np.zeros(number, bool)
+    factor, (zero, late) = np.ones(number), np.zeros((2, number), bool)
     zero[root[zeros]] = True
+    late[root[np.concatenate([np.zeros(0, np.int64), *map(np.ravel, common)])]] = True
 
     def substituted(rows: sparse.csr_matrix) -> sparse.csr_matrix:
         """Write every variable of some rows as factor x root, or as zero."""
@@ -82,7 +90,7 @@ def solve(
                 factor[high] = -rows.data[pair] / rows.data[pair + 1]
             compress(root, factor)
         else:
-            rows, defined, definition = _eliminated(_once(rows))
+            rows, defined, definition = _eliminated(_once(rows), late)
             definitions.append((defined, definition))
     bound = zero[root] | (root != np.arange(number))
     for defined, _ in definitions:
@@ -139,8 +147,12 @@ def _once(rows: sparse.csr_matrix) -> sparse.csr_matrix:
     return rows[~alike | (like == np.arange(len(like)))]
 
 
-def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, sparse.csr_matrix]:
+def _eliminated(rows: sparse.csr_matrix, late: Bools) -> tuple[sparse.csr_matrix, Ints, sparse.csr_matrix]:
     """Remove equations with a variable that no other equation contains; if there are none, eliminate one variable.
+
+    Args:
+        rows: The equations.
+        late: Mask of the variables to eliminate last.
 
     Returns:
         The remaining equations; the defined variables; and their definitions (defined, variables).
@@ -153,7 +165,8 @@ def _eliminated(rows: sparse.csr_matrix) -> tuple[sparse.csr_matrix, Ints, spars
         at = lonely[first]
     else:
         # No such variable: eliminate the rarest variable of the first row from the others.
-        at = np.argmin(uses[rows.indices[: rows.indptr[1]]], keepdims=True)
+        first_row = rows.indices[: rows.indptr[1]]
+        at = np.argmin(uses[first_row] + late[first_row] * (rows.nnz + 1), keepdims=True)
         taken = np.zeros(1, np.int64)
     defined, pivot = rows.indices[at], rows.data[at]
     definition = sparse.diags(-1 / pivot) @ rows[taken]

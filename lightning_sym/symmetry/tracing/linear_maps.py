@@ -101,7 +101,7 @@ class _Respeller:
                     find = self._contracted if len(region.starts) > 1 else self._summed
                 if region.named != self.named or (region.named and find != self._rotary):
                     continue
-                put = _on_numbers(find, region)
+                put = self._on_numbers(find, region)
                 if put is not None and (first := self._put(node, put)) is not None:
                     return first
                 continue
@@ -112,7 +112,7 @@ class _Respeller:
             cuts = sum(self.rewriter.name(step) in _CUTS | _WINDOWS for step in region.steps)
             if best is not None and cuts == most:
                 continue
-            if (found := _on_numbers(self._layer, region)) is not None:
+            if (found := self._on_numbers(self._layer, region)) is not None:
                 best, most = (start, *found), cuts
             elif best is None:
                 self.failures[start] = self.failures.get(start, 0) + 1
@@ -197,6 +197,19 @@ class _Respeller:
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
         return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
+
+    def _on_numbers(self, find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
+        """Return the result of a search that runs a region on numbers; None if it cannot run, or adds a constant."""
+        try:
+            with torch.no_grad():
+                if (found := find(region)) is None:
+                    return None
+                # A tiny constant, as the eps of a norm, hides among the rounding errors of other numbers.
+                given = (*region.starts, *region.weights)
+                nothing = {node: torch.zeros(self.rewriter.shape(node), dtype=torch.float64) for node in given}
+                return None if bool(self._function(region)(nothing).any()) else found
+        except NOT_ON_NUMBERS:
+            return None
 
     def _layer(self, region: _Region) -> tuple[Layer, fx.Node, fx.Node | None] | None:
         """Return the layer that a region computes, its weight and its bias; None if it computes no layer."""
@@ -318,15 +331,6 @@ class _Respeller:
             return permuted(self.rewriter, value, [order.index(axis) for axis in range(len(shape))])
 
         return put
-
-
-def _on_numbers(find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
-    """Return the result of a search that runs a region on numbers; None if the region cannot run on these."""
-    try:
-        with torch.no_grad():
-            return find(region)
-    except NOT_ON_NUMBERS:
-        return None
 
 
 def _is_real(node: fx.Node) -> bool:

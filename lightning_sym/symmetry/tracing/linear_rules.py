@@ -214,16 +214,13 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, 
 def _normalised_over(trace: Trace, value: Value, axes: Sequence[int], epsilon: float, *, centred: bool = True) -> Value:
     """Divide by deviations over some axes; units on these axes share deviations, other units have separate ones."""
     gone, labels = {axis % value.ndim for axis in axes}, []
-    own = any(label.axes and not gone & set(label.axes) for label in value.labels)
     for label in value.labels:
         kept = [axis for axis in label.axes if axis not in gone]
         if len(kept) == len(label.axes):
             labels.append(_normalised(trace, label, epsilon, centred=centred))
         elif not kept:
-            # A common factor of all units of a weight is among the scales of the rows that the norm divides.
-            exact = epsilon == 0 and not (own and (value.state is not None or value.sources))
             groups = np.zeros(label.atom.shape, np.int64)
-            labels.append(_normalised(trace, label, 0.0 if exact else 1.0, groups, centred=centred))
+            labels.append(_normalised(trace, label, epsilon, groups, centred=centred))
         else:  # units that are normalised together stay together (heads)
             whole = trace.parts(label, kept, mixtures=True)
             number = Label(whole.axes, np.arange(whole.size).reshape(whole.atom.shape), whole.tag, whole.scale)

@@ -309,14 +309,18 @@ class Placing(TraceState):
         return bool(nodes) and all(name_of(node) in operations(Trait.CONTRACT) for node in nodes)
 
     def disjoint(self, value: Value) -> Value:
-        """Keep only the label with the most units on each axis, and fix the others."""
+        """Keep only the label with the most units on each axis; the units of others are fixed, their scales go on."""
         if not _share_axes(value.labels):
             return value
         kept: list[Label] = []
         gone: list[Label] = []
         for label in sorted(value.labels, key=lambda label: -len(rising(label.atom))):
-            meets = any(set(label.axes) & set(other.axes) for other in kept)
+            meets = [other for other in kept if set(label.axes) & set(other.axes)]
             (gone if meets else kept).append(label)
+            if meets and value.state is None and set(label.axes) <= set(meets[0].axes):
+                scale = self.constraints.product((meets[0].scale, 1.0), (self.onto(label, meets[0]).scale, 1.0))
+                kept[kept.index(meets[0])] = meets[0].scaled_by(scale)
+                gone[-1] = label.scaled_by(self.constraints.fresh_scales(label.scale.shape))
         # A parameter's axes need not index units (a filter's axes, for example), so this causes no note.
         self.fix(value.with_labels(*gone), None if value.state is not None else "two labelled axes became one")
         return value.with_labels(*kept)

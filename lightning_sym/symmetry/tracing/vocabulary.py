@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.tracing.constraints import Label
 from lightning_sym.symmetry.tracing.coordinates import moved_coordinates
 from lightning_sym.symmetry.tracing.joining import Joining
@@ -31,6 +32,13 @@ def _meeting(goes: Goes, others: Goes) -> dict[int, int]:
     """Return the axes that two factors have in common: those of the second, by those of the first."""
     pairs = {axis: others.index(target) for axis, target in enumerate(goes) if target is not None and target in others}
     return pairs | {goes.index(None): others.index(None)}
+
+
+def _spread(part: Ints, targets: Goes, axes: Sequence[int], shape: Sequence[int]) -> Ints:
+    """Broadcast an array, on some of a result's axes and a last one, to all of these axes."""
+    order = sorted(range(len(targets)), key=lambda own: targets[own] or 0)
+    sizes = [part.shape[targets.index(axis)] if axis in targets else 1 for axis in axes]
+    return np.broadcast_to(part.transpose(*order, -1).reshape(*sizes, part.shape[-1]), shape)
 
 
 class Trace(Joining):
@@ -361,6 +369,8 @@ class Trace(Joining):
             for label, targets, at in zip(labels, goes, summed, strict=True)
         )
         if batch != other or None in batch or labels[0].atom.shape != labels[1].atom.shape:
+            if (each := self._undone_for_each((one, two), (batch, other))) is not None:
+                return each
             self.fix(values[0].with_labels(labels[0]), "the two sides of a product carry different labels")
             self.fix(values[1].with_labels(labels[1]))
             return None
@@ -384,3 +394,36 @@ class Trace(Joining):
         self.constraints.block(np.broadcast_to(blocks.atom[..., None], joined.atom.shape), joined.atom)
         self.see(blocks)
         return blocks
+
+    def _undone_for_each(self, labels: Sequence[Label], goes: Sequence[Goes]) -> Label | None:
+        """Let factors with units of their own at each place undo each other's action, for each pair of places.
+
+        Args:
+            labels: The label of each factor, with the summed axis last.
+            goes: The result's axes for the others.
+
+        Returns:
+            The products, which have scales only; None if there are too many, or if the sums are of unlike units.
+        """
+        axes = sorted({axis for targets in goes for axis in targets if axis is not None})
+        size: dict[int | None, int] = {}
+        for label, targets in zip(labels, goes, strict=True):
+            size |= {axis: max(size.get(axis, 1), own) for axis, own in zip(targets, label.atom.shape, strict=False)}
+        shape = (*(size[axis] for axis in axes), labels[0].atom.shape[-1])
+        if None in size or labels[0].atom.shape[-1] != labels[1].atom.shape[-1] or math.prod(shape) > _MANY:
+            return None
+        one, two = (
+            label.moved((), lambda part, targets=targets: _spread(part, targets, axes, shape))  # type: ignore[misc]
+            for label, targets in zip(labels, goes, strict=True)
+        )
+        squared = one.atom == two.atom
+        if squared.any():
+            self.constraints.keep_norm(one.at(squared))
+        self.constraints.same_units(one, two, contracted=True)
+        whole = self.constraints.fresh(tuple(axes), shape[:-1])
+        self.constraints.fix_units(whole.atom)
+        self.constraints.common.append(whole.scale)
+        self.constraints.equate(
+            [(one.scale, 1.0), (two.scale, 1.0), (np.broadcast_to(whole.scale[..., None], shape), -1.0)]
+        )
+        return whole

@@ -81,6 +81,33 @@ def test_dead_and_always_active_units_raise_no_alarm(widths: tuple[int, ...], ac
     assert not symmetry.notes
 
 
+def test_nodes_of_a_graph_are_no_samples() -> None:
+    """The first axes of both inputs have one size, and the network takes no two of its places alone."""
+    graph = network(lambda s, x, edges: s.b(edges @ torch.relu(s.a(x))), a=of(L, 6, 4), b=of(L, 4, 5))
+    symmetry = trace_symmetry(graph, (vectors(5, 6), vectors(5, 5)))
+    assert (symmetry.nullity, symmetry.notes) == (symmetry.dimension, ())
+
+
+def test_integers_of_all_samples_are_among_those_of_the_nullity() -> None:
+    """The first samples hold one of six users."""
+    tables = network(lambda s, i, j: (s.a(i) * s.b(j)).sum(-1), a=of(nn.Embedding, 6, 3), b=of(nn.Embedding, 6, 3))
+    pairs = torch.arange(36)
+    symmetry = trace_symmetry(tables, (pairs // 6, pairs % 6))
+    assert (symmetry.dimension, symmetry.nullity, symmetry.notes) == (9, 9, ())
+
+
+def test_a_tiny_constant_beside_a_sum_counts() -> None:
+    """As the eps of modulated convolutions, beside which sizes are no scales."""
+
+    def modulated(s: Any, x: Tensor) -> Tensor:
+        w = s.w * s.m(x)[:, None]
+        w = w * torch.rsqrt(w.square().sum(-1, keepdim=True) + 1e-12)
+        return s.o(torch.tanh((w @ F.relu(s.a(x))[..., None])[..., 0]))
+
+    parts = {"w": parameter(5, 3), "m": of(L, 4, 3), "a": of(L, 4, 3), "o": of(L, 5, 6)}
+    assert trace_symmetry(network(modulated, **parts), vectors(6, 4), nullity=False).scales == 3
+
+
 def test_the_nullity_is_measured_only_if_asked_for() -> None:
     own = nn.Sequential(L(8, 4), nn.ReLU(), L(4, 3)).double()
     measured, other = trace_symmetry(own, vectors(2, 8)), trace_symmetry(own, vectors(2, 8), nullity=False)

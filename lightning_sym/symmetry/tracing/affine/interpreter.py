@@ -184,10 +184,19 @@ class Interpreter(Layers):
         return rule(self, node)
 
     def _blind(self, node: fx.Node, rule: Callable[..., Any]) -> Any:
-        """Apply a norm or softmax to weights, which may be translated where the operation is invariant."""
+        """Apply a norm or softmax to weights, which may be translated where the operation is invariant.
+
+        Behind a gain or bias, as of the norm of learned queries, the result counts as one that varies.
+        """
         first, *others = (self._value(given) for given in node.all_input_nodes)
         if first is None or node.args[0] is not node.all_input_nodes[0]:
             return None
+        if others and name_of(node) in ("layer_norm", "rms_norm"):
+            self._unread(first)
+            self.values[node.args[0]] = first.with_(varies=True, origin=None)
+            made = rule(self, node)
+            self.values[node.args[0]] = first
+            return made
         for value in (first, *others):
             if value is not None and (value is not first):
                 self.fix(value)

@@ -1,0 +1,94 @@
+"""Functions of products of values, and of tables, whose groups were once too small; see ``spelling_cases.py``."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import of, parameter
+from spelling_cases import Function, each, steps
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tried_spelling_cases import two_inputs
+
+L = nn.Linear
+BELOW = torch.tril_indices(3, 3, -1)
+
+
+def three_inputs(samples: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(samples, size, dtype=torch.float64) for size in (5, 6, 4))
+
+
+def places(samples: int) -> tuple[Tensor, ...]:
+    return (2 * torch.rand(samples, 2, dtype=torch.float64) - 1,)
+
+
+def of_each_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda a, b, c: torch.cat([function(a, b), function(a, c), function(b, c)], -1)
+
+
+def below(products: Tensor) -> Tensor:
+    return products[:, BELOW[0], BELOW[1]]
+
+
+# The scalar products of each two of three layers: the rotations of a factorisation, and one factor for each layer.
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "sums": of_each_two(lambda one, two: (one * two).sum(-1, keepdim=True)),
+    "einsum": of_each_two(lambda one, two: torch.einsum("bd,bd->b", one, two)[:, None]),
+    "matmul": of_each_two(lambda one, two: (one[:, None] @ two[..., None])[..., 0]),
+    "bmm": lambda a, b, c: below(torch.bmm(t := torch.stack([a, b, c], 1), t.mT)),
+    "einsum of a stack": lambda a, b, c: below(torch.einsum("bid,bjd->bij", t := torch.stack([a, b, c], 1), t)),
+    "cat": lambda a, b, c: below((t := torch.cat([a, b, c], 1).view(-1, 3, 3)) @ t.transpose(1, 2)),
+}
+# A table that is read by the directions of its rows, and as it is: its size goes to the layer behind it.
+DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "normalize": lambda k, m: F.normalize(k, dim=-1) @ F.normalize(m, dim=-1).T,
+    "linear": lambda k, m: F.linear(F.normalize(k, dim=-1), F.normalize(m, dim=-1)),
+    "cosine_similarity": lambda k, m: F.cosine_similarity(k[:, None], m, dim=-1),
+    "norm": lambda k, m: (k / k.norm(dim=-1, keepdim=True)) @ (m / m.norm(dim=-1, keepdim=True)).T,
+}
+
+
+def latents(s: Any, x: Tensor, norm: Callable[[Tensor], Tensor], *, widened: bool) -> Tensor:
+    """Let learned latents, behind a norm, attend to the input (Perceiver)."""
+    table = s.t.expand(len(x), 5, 4) if widened else s.t
+    weights = (s.q(norm(table)) @ s.k(x).mT).softmax(-1)
+    return s.o(torch.tanh(s.t + weights @ s.v(x)))
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {
+    "module": lambda s, t: s.n(t),
+    "layer_norm": lambda s, t: F.layer_norm(t, (4,), s.n.weight, s.n.bias),
+    "by hand": lambda s, t: (
+        (t - t.mean(-1, keepdim=True)) * (t.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt() * s.n.weight + s.n.bias
+    ),
+}
+OUTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flatten": lambda a, b: (a[:, :, None] * b[:, None]).flatten(1),
+    "einsum": lambda a, b: torch.einsum("bi,bj->bij", a, b).reshape(len(a), 6),
+    "bmm": lambda a, b: torch.bmm(a[:, :, None], b[:, None]).view(-1, 6),
+}
+SAMPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grid": lambda p, x: F.grid_sample(p[None], x[None, None], align_corners=False)[0, :, 0].T,
+    "rows": lambda p, x: F.grid_sample(p[None], x[None, :, None], align_corners=False)[0, :, :, 0].mT,
+    "one each": lambda p, x: F.grid_sample(p.expand(len(x), -1, -1, -1), x[:, None, None], align_corners=False).flatten(
+        1
+    ),
+}
+
+TABLES: dict[str, Function] = {
+    "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
+        three_inputs, 6, each(PRODUCTS, lambda own: lambda s, *x: s.o(own(s.a(x[0]), s.b(x[1]), s.c(x[2])))),
+        samples=60),
+    "directions and rows": Function({"k": of(L, 4, 3), "m": parameter(5, 3), "o": of(L, 3, 5)}, two_inputs(4), 5,
+        each(DIRECTIONS, lambda own: lambda s, x: s.o(torch.tanh(own(s.k(x), s.m)) @ s.m)), samples=60),
+    "latents behind a norm": Function({"t": parameter(5, 4), "n": of(nn.LayerNorm, 4), "q": of(L, 4, 3),
+        "k": of(L, 5, 3), "v": of(L, 5, 4), "o": of(L, 4, 6)}, steps(5), 24,
+        {f"{name}{', widened' * widened}": lambda s, x, own=own, widened=widened: latents(
+            s, x, functools.partial(own, s), widened=widened) for name, own in NORMS.items() for widened in (0, 1)},
+        samples=60),
+    "outer product": Function({"a": of(L, 4, 3), "b": of(L, 4, 2), "o": of(L, 6, 7)}, two_inputs(4), 5,
+        each(OUTER, lambda own: lambda s, x: s.o(own(F.leaky_relu(s.a(x)), F.leaky_relu(s.b(x))))), samples=90),
+    "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
+        each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
+}  # fmt: skip
