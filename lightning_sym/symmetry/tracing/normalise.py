@@ -174,7 +174,7 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     stack = _stacked(r, node)
     if stack is None:
         if r.name(node) != "sum":
-            return mean_product(r, node) if r.name(node) == "mean" else None
+            return (mean_product(r, node) or summed_members(r, node)) if r.name(node) == "mean" else None
         for rewrite in (summed_members, _hidden_in_sum, sum_of_squares, summed_product):
             if (new := rewrite(r, node)) is not None:
                 return new
