@@ -402,7 +402,7 @@ def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | No
     return None
 
 
-def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
+def plain_terms(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
     """Return the letters of all axes in an equation, including dots; None if a letter is repeated in a term."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms, unused = inputs.split(","), [letter for letter in string.ascii_letters if letter not in equation]
@@ -423,7 +423,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of values, the first pair first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
-    if (found := _letters(r, equation, values)) is None:
+    if (found := plain_terms(r, equation, values)) is None:
         return None
     terms, out = found
     for at, term in enumerate(terms):  # letters of a single term are summed first

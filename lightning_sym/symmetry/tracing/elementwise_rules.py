@@ -533,7 +533,8 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
     shape = trace.output_shape()
     keep = len(shape) == value.ndim
     gone = axes_of(axes, value.ndim)
-    labels = []
+    labels: list[Label] = []
+    numbers: list[Label] = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
         if not gone & set(label.axes):
@@ -543,11 +544,13 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
             # A sum over all units is invariant under permutations; a sum of squares also under rotations.
             if not squares:
                 trace.constraints.keep_ones(label)
-            if len(value.labels) == 1:
-                labels.append(trace.constraints.number_of(label))
+            if all(set(own.axes) <= gone for own in value.labels):
+                numbers.append(trace.constraints.number_of(label))
             else:
                 trace.constraints.fix_scales(label.scale)
         else:
             whole = _of_parts(trace, label, gone)
             labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in whole.axes)))
-    return Value(shape, tuple(labels))
+    if len(numbers) > 1:  # of units on several axes
+        numbers[:] = [numbers[0].scaled_by(trace.constraints.product(*((own.scale, 1.0) for own in numbers)))]
+    return Value(shape, (*labels, *numbers))

@@ -50,7 +50,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, summed_product
+from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, number_of_weights, summed_product
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
@@ -175,7 +175,7 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if stack is None:
         if r.name(node) != "sum":
             return (mean_product(r, node) or summed_members(r, node)) if r.name(node) == "mean" else None
-        for rewrite in (summed_members, _hidden_in_sum, sum_of_squares, summed_product):
+        for rewrite in (number_of_weights, summed_members, _hidden_in_sum, sum_of_squares, summed_product):
             if (new := rewrite(r, node)) is not None:
                 return new
         return None
@@ -443,7 +443,7 @@ def _of_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    return _zeros(r, node) or read_sums(r, node) or matmul(r, node)
+    return _zeros(r, node) or number_of_weights(r, node) or read_sums(r, node) or matmul(r, node)
 
 
 # Biases.
@@ -649,7 +649,7 @@ _SUMS = (_scaled_sum, _neutral, squared_distances, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
-    "einsum": einsum,
+    "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
     "sub": _difference,
