@@ -21,6 +21,7 @@ Role = tuple[str, ...]
 _JOINS = ("cat", "stack")
 _CHAINS = {"add": "add"} | dict.fromkeys(("maximum", "max", "fmax"), "max")
 _CHAINS |= dict.fromkeys(("minimum", "min", "fmin"), "min")
+_CHAINS["logaddexp"] = "logaddexp"
 # Operations that read a part of a value, or compare places with one, with the arguments that choose the part.
 _PARTS = {"select": (2,), "slice": (2, 3), "getitem": (1,), "index": (1,), "index_select": (2,), "eq": (1,)}
 
