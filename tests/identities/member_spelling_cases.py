@@ -1,4 +1,4 @@
-"""Ensembles and mixtures whose members run at once, from stacked weights; see ``spelling_cases.py``."""
+"""Ensembles that run from stacked weights, weights over their norm, exponentials; see ``spelling_cases.py``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +127,45 @@ def in_arrays(total: Callable[[Tensor], Tensor]) -> Spelled:
     return run
 
 
+# sigma of a spectral norm, from the vectors of a power iteration: any multiple of the matrix gives the same layer.
+SIGMAS: dict[str, Callable[[Any], Tensor]] = {
+    "vectors": lambda s: s.u @ s.a.weight @ s.v,
+    "dot": lambda s: torch.dot(s.u, torch.mv(s.a.weight, s.v)),
+    "einsum": lambda s: torch.einsum("i,ij,j->", s.u, s.a.weight, s.v),
+    "sum": lambda s: (s.u[:, None] * s.a.weight * s.v).sum(),
+    "layer": lambda s: (F.linear(s.v, s.a.weight) * s.u).sum(),
+    "transposed": lambda s: s.v @ s.a.weight.T @ s.u,
+    "matrices": lambda s: s.u[None] @ s.a.weight @ s.v[:, None],
+}
+POWERS: dict[str, Any] = {"a": lambda: L(5, 4), "b": lambda: L(4, 3), "u": torch.randn(4), "v": torch.randn(5)}
+
+
+def divided(sigma: Callable[[Any], Tensor]) -> Spelled:
+    return lambda s, x: s.b(torch.tanh(F.linear(x, s.a.weight / sigma(s), s.a.bias)))
+
+
+# Exponentials over the largest of them.
+LARGEST: dict[str, Callable[[Tensor], Tensor]] = {
+    "differences": lambda z: (z - z.amax(-1, keepdim=True)).exp(),
+    "quotient": lambda z: z.exp() / z.exp().amax(-1, keepdim=True),
+    "values": lambda z: z.exp() / z.exp().max(-1, keepdim=True).values,
+    "exponential of the largest": lambda z: z.exp() / z.amax(-1, keepdim=True).exp(),
+    "product": lambda z: z.exp() * (-z.amax(-1, keepdim=True)).exp(),
+}
+ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "logsumexp": lambda x, y: torch.stack([x, y]).logsumexp(0),
+    "logaddexp": torch.logaddexp,
+    "log": lambda x, y: (x.exp() + y.exp()).log(),
+}
+
 MEMBERS: dict[str, Function] = {
+    "matrix over sigma": Function(POWERS, vectors, 1, each(SIGMAS, divided), samples=60),
+    "matrix over its norm": Function(POWERS, vectors, 1, each({"norm": lambda s: s.a.weight.norm(),
+        "root": lambda s: s.a.weight.square().sum().sqrt()}, divided), samples=60),
+    "exponentials over the largest": Function({"a": lambda: L(5, 4), "b": lambda: L(4, 6)}, vectors, 6,
+        each(LARGEST, lambda run: lambda s, x: s.b(run(s.a(x)))), samples=60),
+    "logarithm of two exponentials": Function({"a": lambda: L(5, 4), "b": lambda: L(5, 4), "o": lambda: L(4, 6)},
+        vectors, 4, each(ADDED, lambda run: lambda s, x: s.o(run(s.a(x), s.b(x)))), samples=60),
     "mean of members": Function({"m": TANH}, vectors, 4, each(RUNS, mean), samples=120),
     "mixture of members": Function({"m": RELU, "g": lambda: L(5, 3)}, vectors, 18, each(RUNS, mixture), samples=120),
     "mean and variance of members": Function({"m": of_members(Gated)}, vectors, 24,
