@@ -16,6 +16,7 @@ from further_spelling_cases import FURTHER
 from head_spelling_cases import HEAD_CASES
 from helpers import of, one_in, parameter
 from masked_spelling_cases import MASKED
+from member_spelling_cases import MEMBERS
 from published_spelling_cases import PUBLISHED
 from spelled_layers import ANGLES, COS, SIN
 from spelling_cases import FUNCTIONS, Function, rotary, steps
@@ -27,7 +28,7 @@ from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES | MASKED | PUBLISHED | TABLES
+ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES | MASKED | MEMBERS | PUBLISHED | TABLES
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11

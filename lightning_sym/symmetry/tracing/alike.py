@@ -21,6 +21,7 @@ Role = tuple[str, ...]
 _JOINS = ("cat", "stack")
 _CHAINS = {"add": "add"} | dict.fromkeys(("maximum", "max", "fmax"), "max")
 _CHAINS |= dict.fromkeys(("minimum", "min", "fmin"), "min")
+_CHAINS["logaddexp"] = "logaddexp"
 # Operations that read a part of a value, or compare places with one, with the arguments that choose the part.
 _PARTS = {"select": (2,), "slice": (2, 3), "getitem": (1,), "index": (1,), "index_select": (2,), "eq": (1,)}
 
@@ -113,7 +114,7 @@ def _without_place(node: fx.Node) -> list[Any]:
 def _joined(capture: Capture) -> Iterator[Sequence[fx.Node]]:
     """Yield the values that each concatenation, stack, and chain of sums or extrema joins."""
     for node in capture.graph.nodes:
-        if name_of(node) in _JOINS:
+        if name_of(node) in _JOINS and node.users:
             yield node.args[0]
         elif (chain := _chain_of(node)) and not any(_chain_of(user) == chain for user in node.users):
             leaves, left = [], [node]
@@ -178,6 +179,8 @@ def stack(capture: Capture, roles: Collection[Role]) -> None:
         roles: Of :func:`alike`, for this capture or another one.
     """
     hidden = {node for own in alike(capture) if {*own.roles} <= {*roles} for node in own.inside} if roles else set()
+    joins = {user for node in hidden for user in node.users if name_of(user) in _JOINS}
+    hidden |= {node for node in joins if {*node.all_input_nodes} <= hidden}
     capture.marks[:] = [mark for mark in capture.marks if mark.node not in hidden]
     for members in roles:
         named = {name: node for node, name in capture.states.items()}

@@ -1,7 +1,9 @@
 """Spell sums over products in one way: of two values, of values and weights, or by one row of weights."""
 
+import functools
+import math
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +15,74 @@ from lightning_sym.symmetry.tracing.contractions import (
     before_sum,
     contract,
     permuted,
+    plain_terms,
     reshaped,
     without,
 )
-from lightning_sym.symmetry.tracing.nodes import argument, reduced
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
+
+
+def number_of_weights(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite products of weights that make one number (``u @ W @ v``) as the sum of a product of all factors."""
+    if math.prod(r.shape(node)) > 1 or r.made_of(node) != "weights":
+        return None
+    unused = iter(string.ascii_letters)
+    if r.name(node) == "einsum":
+        found = plain_terms(r, node.args[0], list(node.args[1]))  # type: ignore[arg-type]
+        factors = None if found is None else [*zip(node.args[1], found[0], strict=True)]  # type: ignore[arg-type]
+    elif r.name(node) == "sum":
+        value: Any = node.args[0]
+        factors = _factors(r, value, "".join(next(unused) for _ in r.shape(value)), node, unused)
+    else:
+        factors = _factors(r, node, "".join(next(unused) for _ in r.shape(node)), None, unused)
+    products = [part for part, _ in factors or () if r.name(part) in _CONTRACTIONS]
+    if not factors or len(factors) < 2 or products or (r.name(node) == "sum" and not _reads_product(r, node)):
+        return None
+    letters = "".join(dict.fromkeys("".join(term for _, term in factors)))
+    wide = []
+    for part, term in factors:
+        ordered = permuted(r, part, [term.index(letter) for letter in letters if letter in term])
+        sizes = dict(zip(term, r.shape(part), strict=True))
+        wide.append(reshaped(r, ordered, [sizes.get(letter, 1) for letter in letters]))
+    product = functools.reduce(lambda one, two: r.insert(aten.mul.Tensor, one, two), wide)
+    return reshaped(r, r.insert(aten.sum.default, product), r.shape(node))
+
+
+_CONTRACTIONS = ("matmul", "mm", "mv", "bmm", "dot", "linear")
+
+
+def _reads_product(r: Rewriter, node: fx.Node) -> bool:
+    """Whether a sum reads an elementwise product of which a factor sums over further axes."""
+    value: Any = node.args[0]
+    return r.name(value) == "mul" and any(r.name(part) in _CONTRACTIONS for part in value.args[:2])
+
+
+def _factors(
+    r: Rewriter, value: Any, letters: str, reader: fx.Node | None, unused: Iterator[str]
+) -> list[tuple[fx.Node, str]]:
+    """Return factors and their letters whose product, summed over further letters, is a value."""
+    if reader is None or r.only_for(value, reader):
+        if r.name(value) == "mul" and all(r.shape(part) == r.shape(value) for part in value.args[:2]):
+            return [own for part in value.args[:2] for own in _factors(r, part, letters, value, unused)]
+        if r.name(value) == "dot":
+            axis = next(unused)
+            return [own for part in value.args[:2] for own in _factors(r, part, axis, value, unused)]
+        plain = r.name(value) in _CONTRACTIONS and len(value.args) == 2
+        equation = equation_of(value) if plain else None
+        if equation is not None:
+            *terms, out = letters_of(equation)
+            known = dict(zip(out, letters, strict=True))
+            every = {letter: known.get(letter) or next(unused) for letter in dict.fromkeys("".join(terms))}
+            return [
+                own
+                for part, term in zip(value.args[:2], terms, strict=True)
+                for own in _factors(r, part, "".join(every[letter] for letter in term), value, unused)
+            ]
+    return [(value, letters)]
 
 
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:

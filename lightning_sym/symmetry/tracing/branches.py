@@ -125,7 +125,9 @@ def _joint_convolution(r: Rewriter, leaves: Sequence[fx.Node], values: fx.Node, 
     """Return the sum of convolutions as one convolution of the channels of all."""
     first = leaves[0]
     options = [leaf.args[3:] for leaf in leaves]
-    if any(own != options[0] for own in options) or len(options[0]) > 3 or any(leaf.kwargs for leaf in leaves):
+    if any(own != options[0] for own in options) or any(leaf.kwargs for leaf in leaves):
+        return None
+    if options[0][3:] not in ((), (1,)):
         return None  # in groups
     if any(argument(leaf, 2, "bias") is not None for leaf in leaves):
         return None

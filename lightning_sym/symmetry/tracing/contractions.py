@@ -402,7 +402,7 @@ def _with_diagonal(r: Rewriter, first: fx.Node, second: fx.Node) -> fx.Node | No
     return None
 
 
-def _letters(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
+def plain_terms(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[list[str], str] | None:
     """Return the letters of all axes in an equation, including dots; None if a letter is repeated in a term."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms, unused = inputs.split(","), [letter for letter in string.ascii_letters if letter not in equation]
@@ -423,7 +423,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums of products of values, the first pair first."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
-    if (found := _letters(r, equation, values)) is None:
+    if (found := plain_terms(r, equation, values)) is None:
         return None
     terms, out = found
     for at, term in enumerate(terms):  # letters of a single term are summed first
@@ -453,16 +453,38 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def summed_members(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of products with each matrix of several (heads, experts) as one product with all of them."""
-    value, order = node.args[0], list(range(len(r.shape(node.args[0]))))
-    gone = reduced(node, len(order))
-    if len(r.shape(node)) == len(order) or node.kwargs or not r.only_for(value, node):
+    """Rewrite the sum or mean of products with each matrix of several (heads, experts) as one product with all.
+
+    Weights may be added to the products.
+    """
+    value, axes = node.args[0], reduced(node, len(r.shape(node.args[0])))
+    if len(r.shape(node)) == len(r.shape(value)) or node.kwargs:
+        return None
+    total = _summed_members(r, value, node, axes)
+    if total is None or r.name(node) == "sum":
+        return total
+    return r.insert(aten.div.Tensor, total, math.prod(r.shape(value)[axis] for axis in axes))
+
+
+def _summed_members(r: Rewriter, value: Any, reader: fx.Node, gone: set[int]) -> fx.Node | None:
+    """Return the sum of a value along axes as one product, plus weights; None for values of other kinds."""
+    order = list(range(len(r.shape(value))))
+    if not r.only_for(value, reader):
+        return None
+    if r.name(value) == "add" and not value.kwargs:
+        for product, weights in (value.args[:2], value.args[1::-1]):
+            if r.made_of(weights) == "weights" and r.shape(product) == r.shape(value):
+                sizes = (1,) * (len(order) - len(r.shape(weights))) + r.shape(weights)
+                whole = all(sizes[axis] == r.shape(value)[axis] for axis in gone)
+                total = _summed_members(r, product, value, gone) if whole else None
+                added = total is not None and r.insert(aten.sum.dim_IntList, reshaped(r, weights, sizes), [*gone])
+                return r.insert(aten.add.Tensor, total, added) if total is not None else None
         return None
     while r.name(value) in ("permute", "transpose") and isinstance(value, fx.Node) and r.only_for(value.args[0], value):
         moved: Any = value.target
         axes = moved(torch.empty([2 + axis for axis in range(len(order))], device="meta"), *value.args[1:]).shape
         order, value = [axes[axis] - 2 for axis in order], value.args[0]
-    equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None  # type: ignore[arg-type]
+    equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None
     if equation is None or not isinstance(value, fx.Node):
         return None
     one, two, out = letters_of(equation)

@@ -214,7 +214,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
     for label in value.labels:
         label = trace.constraints.resolve(label)
         kept = tuple(axis for axis in label.axes if axis not in gone)
-        if len(kept) < len(label.axes) and (kept or len(value.labels) == 1):
+        if len(kept) < len(label.axes) and (kept or _covers(gone, value)):
             trace.constraints.keep_norm(label)
             whole = trace.parts(label, kept, mixtures=True)
             if centred:
@@ -237,7 +237,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
         own = _of_parts(trace, own, gone) if gone & set(own.axes) else own
         labels.append(own.on(tuple(a if keep else a - sum(g < a for g in gone) for a in own.axes)))
-    return Value(shape, tuple(labels))
+    return Value(shape, tuple(_as_one(trace, labels) if _covers(gone, value) else labels))
 
 
 def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
@@ -541,7 +541,8 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
     shape = trace.output_shape()
     keep = len(shape) == value.ndim
     gone = axes_of(axes, value.ndim)
-    labels = []
+    labels: list[Label] = []
+    numbers: list[Label] = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
         if not gone & set(label.axes):
@@ -551,11 +552,23 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
             # A sum over all units is invariant under permutations; a sum of squares also under rotations.
             if not squares:
                 trace.constraints.keep_ones(label)
-            if len(value.labels) == 1:
-                labels.append(trace.constraints.number_of(label))
+            if _covers(gone, value):
+                numbers.append(trace.constraints.number_of(label))
             else:
                 trace.constraints.fix_scales(label.scale)
         else:
             whole = _of_parts(trace, label, gone)
             labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in whole.axes)))
-    return Value(shape, tuple(labels))
+    return Value(shape, (*labels, *_as_one(trace, numbers)))
+
+
+def _covers(gone: set[int], value: Value) -> bool:
+    """Whether all units of a value are on some axes."""
+    return all(set(label.axes) <= gone for label in value.labels)
+
+
+def _as_one(trace: Trace, numbers: Sequence[Label]) -> Sequence[Label]:
+    """Return the label of a number computed from units on several axes, given that for the units of each."""
+    if len(numbers) < 2:
+        return numbers
+    return [numbers[0].scaled_by(trace.constraints.product(*((own.scale, 1.0) for own in numbers)))]

@@ -50,7 +50,7 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, summed_product
+from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, number_of_weights, summed_product
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
@@ -70,7 +70,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     summed_members,
 )
 from lightning_sym.symmetry.tracing.cutting import cut_results
-from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value
+from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
 from lightning_sym.symmetry.tracing.filling import WRITES, joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
@@ -173,9 +173,11 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum, product or extremum of a stack as a chain of operations, and the sum of a product."""
     stack = _stacked(r, node)
     if stack is None:
+        if r.name(node) in ("amax", "amin"):
+            return of_exponentials(r, node)
         if r.name(node) != "sum":
-            return mean_product(r, node) if r.name(node) == "mean" else None
-        for rewrite in (summed_members, _hidden_in_sum, sum_of_squares, summed_product):
+            return (mean_product(r, node) or summed_members(r, node)) if r.name(node) == "mean" else None
+        for rewrite in (number_of_weights, summed_members, _hidden_in_sum, sum_of_squares, summed_product):
             if (new := rewrite(r, node)) is not None:
                 return new
         return None
@@ -297,7 +299,7 @@ def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite products with 1, negated weights or reciprocals, and sums times the reciprocal of their length."""
-    if (same := _zeros(r, node) or _neutral(r, node) or _mean(r, node)) is not None:
+    if (same := _zeros(r, node) or _neutral(r, node) or of_exponentials(r, node) or _mean(r, node)) is not None:
         return same
     for one, two in (node.args[:2], node.args[1::-1]):
         if isinstance(one, fx.Node) and (divisor := _inverted(r, two, node)) is not None:
@@ -324,7 +326,10 @@ def _inverted(r: Rewriter, value: Any, user: fx.Node) -> fx.Node | None:
 def _quotient(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if node.kwargs.get("rounding_mode") is not None:
         return None
-    return _neutral(r, node) or _mean(r, node) or normalised(r, node) or average(r, node)
+    for rewrite in (_neutral, of_exponentials, _mean, normalised, average):
+        if (new := rewrite(r, node)) is not None:
+            return new
+    return None
 
 
 def _mean(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -443,7 +448,7 @@ def _of_zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    return _zeros(r, node) or read_sums(r, node) or matmul(r, node)
+    return _zeros(r, node) or number_of_weights(r, node) or read_sums(r, node) or matmul(r, node)
 
 
 # Biases.
@@ -649,7 +654,7 @@ _SUMS = (_scaled_sum, _neutral, squared_distances, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
-    "einsum": einsum,
+    "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
     "sub": _difference,

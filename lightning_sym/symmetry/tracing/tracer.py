@@ -10,6 +10,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
 from lightning_sym.symmetry.tracing.expansion import expand
 from lightning_sym.symmetry.tracing.made_weights import shape_layers
+from lightning_sym.symmetry.tracing.members import take_apart
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.pieces import cut_arrays, cut_parameters, unlike_pieces
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
@@ -47,6 +48,7 @@ class Tracer:
             if name in self._kept:
                 node.meta["kept"] = self._kept[name]
         expand(captured)
+        take_apart(captured)
         if self.alike is None:
             self.alike = [own.roles for own in alike(captured)]
         stack(captured, self.stacked)

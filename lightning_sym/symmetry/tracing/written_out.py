@@ -149,7 +149,7 @@ def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
 
 
 FUNCTIONS: Mapping[str, Written] = {
-    "logaddexp": lambda x, y: (x.exp() + y.exp()).log(),
+    "logaddexp": lambda x, y: torch.stack(torch.broadcast_tensors(x, y)).logsumexp(0),  # type: ignore[no-untyped-call]
     "_weight_norm": _weight_norm,
     "norm_except_dim": _norm_except,
     "addcdiv": lambda x, one, two, *, value=1: x + _times(one / two, value),
