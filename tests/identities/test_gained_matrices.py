@@ -148,6 +148,7 @@ def test_matrices_keep_the_function_and_act_on_activations(name):
 
 
 @each
+@pytest.mark.few(4)
 def test_tangents_of_matrices_move_no_output(name):
     network, symmetry = traced(name)
     function, parts, shape, sizes = FORMS[name]

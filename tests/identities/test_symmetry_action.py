@@ -495,7 +495,7 @@ def traced(name: str) -> tuple[Case, nn.Module, tuple[Tensor, ...], Symmetry]:
     return case, network, inputs, trace_symmetry(network, inputs, check=False)
 
 
-@pytest.mark.parametrize("name", one_in(2, CASES))
+@pytest.mark.parametrize("name", one_in(4, CASES))
 def test_function_is_kept(name: str) -> None:
     _, network, inputs, symmetry = traced(name)
     before = {key: value.clone() for key, value in network.state_dict().items()}
@@ -520,6 +520,7 @@ TWICE = {"index_some": 16}
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(3)
 def test_whole_group(name: str) -> None:
     case, _, _, symmetry = traced(name)
     moved = [g.size for g in symmetry.groups if g.movable and g.size > 1 and g.kind != "moves with its block"]

@@ -182,6 +182,7 @@ HIDDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:std:UserWarning")
 @pytest.mark.parametrize("name", HIDDEN)
+@pytest.mark.few(3)
 def test_rule_that_allows_too_much_is_found(name: str) -> None:
     register(wrong=True)
     torch.manual_seed(0)
@@ -370,6 +371,7 @@ def assert_right(
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated", "ignore:parameters that evaluation never uses")
 @pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.few(3)
 def test_strange_network_is_right_or_refused_in_one_sentence(name: str) -> None:
     if name == "torch.cond" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
         pytest.skip("without gradients torch.cond itself fails in older versions")

@@ -81,7 +81,7 @@ def size(symmetry: Symmetry) -> Group:
     return Group(symmetry.log10_permutations, symmetry.scales, symmetry.signs, symmetry.shifts, dimension)
 
 
-@pytest.mark.parametrize("name", one_in(3, CASES))
+@pytest.mark.parametrize("name", one_in(6, CASES))
 def test_traced_group_is_the_whole_group(name: str) -> None:
     case, _, symmetry = traced(name)
     further = SHIFTS.get(name, 0)
@@ -90,7 +90,7 @@ def test_traced_group_is_the_whole_group(name: str) -> None:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("name", one_in(3, CASES))
+@pytest.mark.parametrize("name", one_in(6, CASES))
 def test_elements_keep_the_function_on_fresh_inputs_in_a_fresh_network(name: str) -> None:
     case, network, symmetry = traced(name)
     generator = torch.Generator().manual_seed(1)

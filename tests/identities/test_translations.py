@@ -85,7 +85,7 @@ def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -
     return right[int((values > ZERO).sum()) :] @ vectors
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(12, LISTED))  # of those below
+@pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))  # of those below
 def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, spelling: str) -> None:
     network, _, found, charts = drawn(name, spelling)
     vectors = moving_parameters(found, charts, network)
@@ -96,7 +96,7 @@ def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, 
     assert buffers or rank(vectors) == found.dimension
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(4, LISTED))
+@pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))
 def test_finite_translations_keep_the_function_and_add(name: str, spelling: str) -> None:
     network, inputs, found, charts = drawn(name, spelling)
     torch.manual_seed(3)
@@ -117,6 +117,7 @@ def test_finite_translations_keep_the_function_and_add(name: str, spelling: str)
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(3)
 def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(3)

@@ -283,6 +283,7 @@ def _nearly(factor, element):
 @each
 @LAW
 @given(seeds)
+@pytest.mark.few(4)
 def test_elements_are_saved_and_loaded(name, seed):
     _, symmetry = traced(name)
     (g,) = draw(symmetry, seed, 1)

@@ -128,6 +128,7 @@ class Once(Mapping[str, Tensor]):
 
 @pytest.mark.parametrize("form", ["one", "shards", "pickle", "shards of pickles"])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.few(4)
 def test_written_folders_are_loaded_and_compute_the_same(kind: str, form: str) -> None:
     parent = made(kind)
     reference = read(saved(made(kind, 1), "reference", form))

@@ -94,6 +94,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("method", CASES)
+@pytest.mark.few(4)
 def test_each_method_is_its_formula_tensor_by_tensor(method: str, files: list[dict[str, Tensor]]) -> None:
     parent, *models = (weights(state) for state in files)
     assert CASES.keys() == METHODS.keys()
@@ -107,6 +108,7 @@ def test_each_method_is_its_formula_tensor_by_tensor(method: str, files: list[di
 
 
 @pytest.mark.parametrize("method", CASES)
+@pytest.mark.few(4)
 def test_statistics_of_batch_norms_are_weighted_means(method: str, files: list[dict[str, Tensor]]) -> None:
     names = ("a", "b") if method != "passthrough" else ("a",)
     based = METHODS[method].base == "needed"
@@ -176,6 +178,7 @@ def planted(symmetry: Symmetry, state: dict[str, Tensor], seed: int) -> dict[str
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic", "ties", "dare_ties", "model_stock"])
+@pytest.mark.few(3)
 def test_a_moved_model_is_brought_back_as_near_as_fine_tunes_are(method: str, files: list[dict[str, Tensor]]) -> None:
     symmetry = trace_symmetry(network(), X)
     save_file(planted(symmetry, files[2], 3), "moved.safetensors")

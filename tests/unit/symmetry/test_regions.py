@@ -149,6 +149,7 @@ def numbers_of(kind: str, name: str | None) -> list[object]:
 
 
 @pytest.mark.parametrize(("kind", "name"), SPELLINGS)
+@pytest.mark.few(4)
 def test_norms_have_one_group_however_they_are_written(kind: str, name: str) -> None:
     assert numbers_of(kind, name) == numbers_of(kind, None)
 
@@ -203,6 +204,7 @@ def test_softmaxes_are_found_however_they_are_written(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [*SPELLINGS, *(("softmax", name) for name in EXPONENTIALS)])
+@pytest.mark.few(3)
 def test_what_is_put_in_computes_the_same(kind: str, name: str) -> None:
     function = FUSED[kind][1][name] if kind in FUSED else functools.partial(attention, EXPONENTIALS[name])
     network = Program(function, FUSED[kind][2] if kind in FUSED else D).double()

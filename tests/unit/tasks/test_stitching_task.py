@@ -126,6 +126,7 @@ class Record(Callback):
         *((share, {"max_epochs": -1, "max_steps": 8}, held) for share, held in ((0.0, 0), (1.0, 8), (0.5, 4))),
     ],
 )
+@pytest.mark.few(3)
 def test_scales_stay_at_one_in_the_head_start(matching_zoo, head_start, steps, held):
     """Of the epochs, or of the steps if epochs have no end."""
     settings = {"maps": ["group"], "head_start": head_start, "optimizer": sgd(momentum=0.9, weight_decay=0.1)}
