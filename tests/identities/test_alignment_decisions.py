@@ -163,7 +163,8 @@ def test_noise_on_every_tensor_of_a_convolutional_network_needs_no_search(name):
     assert align(symmetry, [network, other]).spreads == ()  # nothing was searched
 
 
-@pytest.mark.parametrize("name", ["tv_resnet18", "resnet20_b"])
+@pytest.mark.parametrize("name", ["resnet20_b", "tv_resnet18"])
+@pytest.mark.few(2)
 def test_scales_alone_are_found_in_a_convolutional_network(name):
     network, symmetry = network_of(name)
     scaled = symmetry.act(only(symmetry, "log_scale", 0), near(network, 1e-4))

@@ -76,7 +76,6 @@ def test_a_moved_copy_is_recognised_up_to_rounding(make, mixing):
     # In small heads, matrices can explain noise.
     [*((make, 0.0) for make in MAKERS), (small_perceptron, 0.02), (small_convolutional, 0.02)],
 )
-@pytest.mark.few(3)
 def test_moved_copies_and_moved_fine_tunes_are_aligned_without_a_search(make, noise):
     network, symmetry = network_of(make)
     other, distance = moved_copy(network, symmetry, noise=noise)
@@ -93,7 +92,6 @@ def test_moved_copies_and_moved_fine_tunes_are_aligned_without_a_search(make, no
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.few(2)
 def test_other_seeds_and_planted_scales_need_a_search(make):
     network, symmetry = network_of(make)
     stranger, _ = network_of(make, 1)

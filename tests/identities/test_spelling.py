@@ -171,7 +171,6 @@ LOOKALIKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
-@pytest.mark.few(3)
 def test_what_looks_like_a_spelling_has_the_group_of_its_own_function(name: str) -> None:
     like, forward = LOOKALIKES[name]
     parts = {part: made for part, made in ALL[like].parts.items() if part != "n"}

@@ -474,7 +474,6 @@ def refusal(act: Callable[[], Any]) -> str | None:
 
 
 @pytest.mark.parametrize("name", SIMILAR)
-@pytest.mark.few(3)
 def test_similar_architecture_is_refused_or_its_function_kept(name: str) -> None:
     make, other, shape = SIMILAR[name]
     network, twin = made(make, 0), made(other, 1)
@@ -502,7 +501,6 @@ def assert_kept(network: nn.Module, twin: nn.Module, inputs: Tensor, limit: floa
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-@pytest.mark.few(3)
 def test_twin_of_the_same_architecture_is_accepted(name: str) -> None:
     make, other, shape = ACCEPTED[name]
     assert_kept(made(make, 0), made(other, 1), torch.randn(shape, dtype=torch.float64))
@@ -572,7 +570,6 @@ ENTRIES: dict[str, Callable[[Symmetry, nn.Module, nn.Module, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
-@pytest.mark.few(3)
 def test_twin_of_a_hidden_function_is_refused_and_the_same_function_is_not(kind: str) -> None:
     network, twin, x = hiding(kind, "relu", 0), hiding(kind, "tanh", 1), torch.randn(VECTOR, dtype=torch.float64)
     symmetry = trace_symmetry(network, x)
@@ -588,7 +585,6 @@ def test_twin_of_a_hidden_function_is_refused_and_the_same_function_is_not(kind:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.few(3)
 def test_every_entry_refuses_a_hidden_twin(entry: str) -> None:
     kind, x = "closure over an object", torch.randn(VECTOR, dtype=torch.float64)
     network, twin = hiding(kind, "relu", 0), hiding(kind, "tanh", 1)
@@ -731,7 +727,6 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.few(3)
 def test_a_constant_may_be_rounded_by_a_cast_and_nothing_else(cast: str) -> None:
     x, edits = torch.randn(VECTOR), (lambda gain: gain * 1.01, lambda gain: gain + F.one_hot(torch.tensor(3), 8) * 0.01)
     symmetry = trace_symmetry(with_buffer(persistent=False), x)

@@ -82,17 +82,12 @@ def write(settings, *, key="hyper_parameters", **others):
 
 
 @pytest.mark.parametrize("settings", HOSTILE.values(), ids=HOSTILE)
-def test_a_checkpoint_imports_nothing_at_the_command_line(settings):
+def test_a_checkpoint_imports_nothing_at_the_command_line_and_in_python(settings):
     said = call("test", "--ckpt_path", write(settings), "--data=DigitsDataModule", *QUIET)
     assert not Path("marker").exists()
     assert "evil" not in sys.modules
     assert said.status == 1
     assert said.error.startswith("evil.ckpt "), said.error
-
-
-@pytest.mark.parametrize("settings", HOSTILE.values(), ids=HOSTILE)
-@pytest.mark.few(2)
-def test_a_checkpoint_imports_nothing_in_python(settings):
     assert_refused(lambda: ZooTask.load_from_checkpoint(write(settings)), says="evil.ckpt")
     assert not Path("marker").exists()
 

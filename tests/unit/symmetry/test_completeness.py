@@ -243,7 +243,6 @@ def test_networks_of_more_than_500_parameters_are_measured(activation: type[nn.M
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("activation", [nn.Hardsigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardshrink, lambda: nn.Threshold(
     0.1, 20.0)])  # fmt: skip
-@pytest.mark.few(3)
 def test_clipped_units_of_small_networks_raise_no_alarm(activation: Callable[[], nn.Module], seed: int) -> None:
     torch.manual_seed(seed)
     own = nn.Sequential(L(4, 4), activation(), L(4, 4), activation(), L(4, 2))
@@ -259,7 +258,6 @@ def test_what_a_clipped_network_lacks_has_a_note() -> None:
 
 
 @pytest.mark.parametrize("rectified", [torch.relu, torch.relu_, nn.functional.relu, Tensor.relu, nn.ReLU(inplace=True)])
-@pytest.mark.few(3)
 def test_dead_units_of_large_networks_raise_no_alarm(rectified: Callable[[Tensor], Tensor]) -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         for layer in (s.a, s.b, s.c, s.d, s.e):

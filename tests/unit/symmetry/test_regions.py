@@ -204,7 +204,6 @@ def test_softmaxes_are_found_however_they_are_written(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [*SPELLINGS, *(("softmax", name) for name in EXPONENTIALS)])
-@pytest.mark.few(3)
 def test_what_is_put_in_computes_the_same(kind: str, name: str) -> None:
     function = FUSED[kind][1][name] if kind in FUSED else functools.partial(attention, EXPONENTIALS[name])
     network = Program(function, FUSED[kind][2] if kind in FUSED else D).double()

@@ -70,7 +70,6 @@ def directly(metric, first, second, order=None, split="test"):
 
 
 @pytest.mark.parametrize("name", MEASURES)
-@pytest.mark.few(2)
 def test_similarities_are_those_of_the_metric(fitted, matching_zoo, name):
     zoo = ModelZoo.open(matching_zoo)
     assert fitted.pairs == [(0, 1), (0, 2), (1, 2)]
