@@ -86,11 +86,7 @@ def compared(symmetry, a, b):
 @pytest.mark.parametrize("factor", ["permutation", "sign"])
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.few(
-    10,
-    "myrtle_constant-permutation-0",
-    "cct-permutation-0",
-    "cct_sinusoidal-permutation-0",
-    "tv_resnet18-permutation-0",
+    10, *(f"{name}-permutation-0" for name in ("myrtle_constant", "cct", "cct_sinusoidal", "tv_resnet18"))
 )
 def test_a_sketch_never_takes_moved_units_for_units_in_order(name, factor, seed):
     network, symmetry = network_of(name)
