@@ -85,9 +85,7 @@ def compared(symmetry, a, b):
 @pytest.mark.parametrize("seed", one_in(3, range(3)))
 @pytest.mark.parametrize("factor", ["permutation", "sign"])
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.few(
-    10, *(f"{name}-permutation-0" for name in ("myrtle_constant", "cct", "cct_sinusoidal", "tv_resnet18"))
-)
+@pytest.mark.few(10, *(f"{name}-permutation-0" for name in ("myrtle_constant", "cct", "cct_sinusoidal", "tv_resnet18")))
 def test_a_sketch_never_takes_moved_units_for_units_in_order(name, factor, seed):
     network, symmetry = network_of(name)
     element = only(symmetry, factor, seed)
