@@ -1,6 +1,7 @@
 """For all tests: one thread, and no pictures on a screen; runs of several processes; a zoo."""
 
 import copy
+import gc
 import inspect
 import json
 import os
@@ -14,18 +15,40 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import pytest
-import torch
 
-mpl.use("agg")
+# Not in `pyproject.toml`: a filter imports its class, in the process that only hands out tests as well.
+IGNORED = (
+    # Lightning's advice about its own settings, meant for people at a terminal.
+    "pytorch_lightning.utilities.warnings.PossibleUserWarning",
+    # Lightning 2.6 calls jsonargparse by names that jsonargparse 5 will drop; we allow 4 only.
+    "jsonargparse._deprecated.JsonargparseDeprecationWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Filter warnings in processes that run tests."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        for category in IGNORED:
+            config.addinivalue_line("filterwarnings", f"ignore::{category}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spare the garbage collector what all tests share: nothing of it becomes garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Make cases of tests marked ``few`` long: all but one in so many, the first one included, and those named.
+    """Leave of the cases of a test marked ``few`` one in so many, and those named; as many are long, the rest slow.
 
-    Where coverage shows that each line that a long case reaches is reached by two of the other tests. Cases that are
+    Where coverage shows that each line that such a case reaches is reached by two of the other tests. Cases that are
     slow do not count.
     """
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
@@ -40,11 +63,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"few of {test} names {lacking}, and the cases are {[*named]}")
         for place, (name, case) in enumerate(named.items()):
             if place % count and name not in always:
-                case.add_marker("long")
+                case.add_marker("long" if place % count == count // 2 else "slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
+    import matplotlib as mpl
+    import torch
+
+    mpl.use("agg")
     torch.set_num_threads(1)
 
 
@@ -167,6 +194,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def matching_zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A zoo of three perceptrons on 300 digits: member 1 is member 0 in another order and scale; 2 is by itself."""
+    import torch
     from helpers import write_zoo
 
     from lightning_sym.datamodules import DigitsDataModule

@@ -346,6 +346,7 @@ def test_a_member_that_diverges_stops_and_the_others_go_on(name, zoo, well, exec
 
 @pytest.mark.filterwarnings("ignore:.* was stopped")
 @every
+@pytest.mark.few(4)
 def test_a_run_of_which_all_members_were_stopped_ends_with_an_error(case, zoo):
     task = case.make(zoo, **case.alone)
     with pytest.raises(ValueError, match=r"All .* were stopped, as their losses are not finite; lower the learning"):
@@ -408,6 +409,7 @@ def test_a_checkpoint_of_other_members_is_refused(case, zoo, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in RESUMED if name != "half-blind"])
+@pytest.mark.few(4)
 def test_a_task_comes_back_from_its_checkpoint_without_running_code(name, zoo, tmp_path):
     make = functools.partial(RESUMED[name].make, zoo, **({"network": perceptron()} if "zoo" in name else {}))
     task, other = make(), make()

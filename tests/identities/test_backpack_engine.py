@@ -40,6 +40,7 @@ def compare(network, x, y, likelihood, **settings):
 @pytest.mark.parametrize("samples", [None, 3], ids=["exact", "monte carlo"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few(4)
 def test_every_layer(layer, likelihood, samples):
     network, shape = with_head(layer)
     for ffc in ("shared", "per_channel") if "factored" in layer else ("shared",):

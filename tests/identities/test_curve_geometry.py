@@ -126,6 +126,7 @@ def test_batch_norms_are_measured_anew_at_every_point_and_the_identities_hold():
 
 
 @pytest.mark.parametrize(("activation", "nullity"), [("relu", 5), ("leaky_relu", 5), ("tanh", 0), ("gelu", 0)])
+@pytest.mark.few(2)
 def test_nullity_of_the_jacobian_is_that_of_the_symmetry(activation, nullity):
     network, (x, _) = perceptron(activation), samples(400)
     symmetry = trace_symmetry(network, x[:2])

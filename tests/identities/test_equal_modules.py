@@ -255,6 +255,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Sequence[int], float]] = {
 
 
 @pytest.mark.parametrize("case", PARTS)
+@pytest.mark.few(3)
 def test_branches(case: str) -> None:
     make, shape, permutations = PARTS[case]
     network, (inputs,), symmetry = traced(make(), torch.randn(*shape))
@@ -297,6 +298,7 @@ LEAST: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 
 @pytest.mark.parametrize("spelling", LEAST)
+@pytest.mark.few(2)
 def test_the_least_of_several_networks(spelling: str) -> None:
     """As the critics of reinforcement learning."""
     network = Experts(lambda s, x: s.out(LEAST[spelling]([e(x) for e in s.experts]).tanh()), gated=False)

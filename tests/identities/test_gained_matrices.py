@@ -122,8 +122,8 @@ each = pytest.mark.parametrize("name", FORMS)
 
 @each
 @pytest.mark.few(5, "stream", "inverted residuals")
-def test_the_dimension_is_the_nullity(name):
-    _, symmetry = traced(name)
+def test_matrices_keep_the_function_and_are_as_many_as_the_nullity(name):
+    network, symmetry = traced(name)
     assert sorted(cell.size for cell in symmetry.structure.gained) == FORMS[name][3]
     assert symmetry.dimension == symmetry.nullity
     assert not any("matrices also mix these" in note or "leaves out" in note for note in symmetry.notes)
@@ -131,12 +131,6 @@ def test_the_dimension_is_the_nullity(name):
     assert symmetry.log_order < symmetry.log10_permutations * math.log(10) + symmetry.signs * math.log(2)
     row = max(symmetry.table(), key=lambda row: row["dimension"] * ("between gains" in row["type"]))
     assert row["dimension"] >= FORMS[name][3][-1] ** 2
-
-
-@each
-@pytest.mark.few(5)
-def test_matrices_keep_the_function_and_act_on_activations(name):
-    network, symmetry = traced(name)
     _, x = made(*FORMS[name][:3], seed=5)
     x = torch.cat([x, x.flip(0) * 2])[:11]
     taps = [own for own in symmetry.taps if own in ("a", "n", "m", "b")]
@@ -148,6 +142,7 @@ def test_matrices_keep_the_function_and_act_on_activations(name):
 
 
 @each
+@pytest.mark.few(4)
 def test_tangents_of_matrices_move_no_output(name):
     network, symmetry = traced(name)
     function, parts, shape, sizes = FORMS[name]

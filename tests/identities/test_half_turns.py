@@ -60,6 +60,7 @@ def apart(one, two):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(4)
 def test_half_turns_leave_the_function_alone_and_change_the_weights(name):
     network, x, symmetry = traced(name)
     *_, count, even = CASES[name]

@@ -238,6 +238,7 @@ BESIDE = of(Language, first=False, tied=False)
         refused(hadamard, 0, says="n must be"),
     ],
 )
+@pytest.mark.few(3)
 def test_what_theory_forbids_is_refused_in_a_sentence(refusal: Callable[[], None]) -> None:
     refusal()
 

@@ -252,6 +252,7 @@ NORMS = {
     [gradient_norm("cross_entropy"), sharpness(), sharpness(probes=2), sharpness(kind="top")],
     ids=["gradient", "trace", "probes", "top"],
 )
+@pytest.mark.few(4)
 def test_derivatives_through_norms_agree_with_differences(norm, objective):
     # torch's derivatives of its fused layer and instance norms are wrong by up to 60 percent under some transforms.
     torch.manual_seed(0)

@@ -66,6 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("network", "name", "mistake"), CASES)
+@pytest.mark.few(4)
 def test_a_mistake_in_one_tensor_is_found(
     network: str, name: str, mistake: Callable[[Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,8 @@ SHORT: dict[str, Collection[str]] = {
 
 
 # Spellings traced each time, of each function: its first ones (four of those in `FUNCTIONS`, otherwise one), and the
-# following ones, which reach lines of the package that few others reach. The others are long.
-FIRST_OF_FUNCTIONS, FIRST = 4, 1
+# following ones, which reach lines of the package that few others reach. Every third other is long, the rest slow.
+FIRST_OF_FUNCTIONS, FIRST = 2, 1
 REACHING: dict[str, Collection[str]] = {
     "LSTM by hand": {"two products"}, "attention, causal": {"exp of a triangle", "exp over sum, stable",
     "fused, mask"}, "attention, grouped queries": {"einsum, positions first", "gather", "stack"},
@@ -251,7 +251,8 @@ def test_all_spellings_are_one_function(name: str) -> None:
 
 def marks(name: str, spelling: str) -> list[pytest.MarkDecorator]:
     falls_short = [pytest.mark.xfail(strict=True, raises=AssertionError)] * short(name, spelling)
-    return falls_short + [pytest.mark.long] * (not often(name, spelling))
+    seldom = pytest.mark.slow if LISTED.index((name, spelling)) % 3 else pytest.mark.long
+    return falls_short + [seldom] * (not often(name, spelling))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_note_on_signs_that_exchange_copies(spelling: str) -> None:
     assert any("units and their negatives" in note for note in traced("rectifiers of both signs", spelling).notes)
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))
+@pytest.mark.parametrize(("name", "spelling"), one_in(32, LISTED))
 def test_elements_keep_the_function(name: str, spelling: str) -> None:
     function = ALL[name]
     symmetry = trace_symmetry(function.network(spelling), function.inputs(2))

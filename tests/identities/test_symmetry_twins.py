@@ -683,6 +683,7 @@ def unusual(edit: str, dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize("edit", ["NaN", "one NaN", "infinite", "zeros", "1e38", "1e-30", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.few(4)
 def test_a_network_of_any_weights_is_accepted(edit: str, dtype: torch.dtype) -> None:
     symmetry = trace_symmetry(made(between(of(N, 8), nn.ReLU), 0), torch.randn(VECTOR, dtype=torch.float64))
     symmetry.act(symmetry.sample(scale=0.1), unusual(edit, dtype))

@@ -47,19 +47,6 @@ def acted(
     }
 
 
-@functools.cache
-def drawn(name: str, spelling: str) -> tuple[nn.Module, tuple[Tensor, ...], Translations, Charts]:
-    """Return a network, inputs, and the translations that two tests look at."""
-    torch.manual_seed(3)
-    network, inputs = ALL[name].network(spelling), ALL[name].inputs(2)
-    return network, inputs, *translations(network, inputs)
-
-
-@functools.cache
-def rows(name: str) -> Tensor:
-    return jacobian(ALL[name])
-
-
 def rank(vectors: Tensor) -> int:
     values = torch.linalg.svdvals(vectors)
     return int((values > ZERO * values.max()).sum()) if values.numel() else 0
@@ -85,20 +72,18 @@ def moving_parameters(found: Translations, charts: Charts, network: nn.Module) -
     return right[int((values > ZERO).sum()) :] @ vectors
 
 
-@pytest.mark.parametrize(("name", "spelling"), one_in(12, LISTED))  # of those below
-def test_tangents_keep_the_function_and_are_as_many_as_the_dimension(name: str, spelling: str) -> None:
-    network, _, found, charts = drawn(name, spelling)
+@pytest.mark.parametrize(("name", "spelling"), one_in(16, LISTED))
+def test_as_many_tangents_as_dimensions_and_finite_translations_keep_the_function(name: str, spelling: str) -> None:
+    torch.manual_seed(3)
+    network, inputs = ALL[name].network(spelling), ALL[name].inputs(2)
+    found, charts = translations(network, inputs)
     vectors = moving_parameters(found, charts, network)
     if len(vectors):
-        assert float((rows(name) @ vectors.T).abs().max()) < 1e-8 * float(rows(name).abs().max())
+        rows = jacobian(ALL[name])
+        assert float((rows @ vectors.T).abs().max()) < 1e-8 * float(rows.abs().max())
     buffers = any(b.is_floating_point() for _, b in network.named_buffers())
     assert rank(vectors) <= found.dimension
     assert buffers or rank(vectors) == found.dimension
-
-
-@pytest.mark.parametrize(("name", "spelling"), one_in(4, LISTED))
-def test_finite_translations_keep_the_function_and_add(name: str, spelling: str) -> None:
-    network, inputs, found, charts = drawn(name, spelling)
     torch.manual_seed(3)
     raw = network.state_dict()
     tensors: dict[str, Any] = dict(charted(raw, charts))
@@ -117,6 +102,7 @@ def test_finite_translations_keep_the_function_and_add(name: str, spelling: str)
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(3)
 def test_nothing_is_added_that_an_input_of_another_size_sees(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(3)

@@ -222,8 +222,8 @@ def same_weights(one, two, tolerance=TIGHT):
 @each
 @LAW
 @given(seeds)
-def test_elements_form_a_group(name, seed):
-    _, symmetry = traced(name)
+def test_elements_form_a_group_that_acts_and_is_saved(name, seed):
+    network, symmetry = traced(name)
     a, b, c = draw(symmetry, seed, 3)
     one = symmetry.identity()
     same_element(symmetry.compose(symmetry.compose(a, b), c), symmetry.compose(a, symmetry.compose(b, c)))
@@ -235,16 +235,10 @@ def test_elements_form_a_group(name, seed):
     same_element(symmetry.inverse(inverse), a)
     same_element(symmetry.inverse(symmetry.compose(a, b)), symmetry.compose(symmetry.inverse(b), symmetry.inverse(a)))
     same_element(symmetry.inverse(one), one, 0)
-
-
-@pytest.mark.few(4)
-@each
-@LAW
-@given(seeds)
-def test_acting_is_a_homomorphism(name, seed):
-    network, symmetry = traced(name)
-    g, h = draw(symmetry, seed, 2)
-    same_weights(symmetry.act(h, symmetry.act(g, network)), symmetry.act(symmetry.compose(h, g), network))
+    same_weights(symmetry.act(b, symmetry.act(a, network)), symmetry.act(symmetry.compose(b, a), network))
+    with tempfile.TemporaryDirectory() as folder:
+        again = symmetry.load(symmetry.save(a, f"{folder}/element.safetensors"))
+    assert all(torch.equal(x, y) for x, y in zip(a.tensors().values(), again.tensors().values(), strict=True))
 
 
 @pytest.mark.few(4)
@@ -278,17 +272,6 @@ def _nearly(factor, element):
     part, same = element.parts[factor.name], factor.identity()
     pairs = zip(part, same, strict=True) if isinstance(part, tuple) else [(part, same)]
     return all(torch.allclose(a, b if b.shape == a.shape else torch.eye(len(a), dtype=a.dtype)) for a, b in pairs)
-
-
-@each
-@LAW
-@given(seeds)
-def test_elements_are_saved_and_loaded(name, seed):
-    _, symmetry = traced(name)
-    (g,) = draw(symmetry, seed, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        again = symmetry.load(symmetry.save(g, f"{folder}/element.safetensors"))
-    assert all(torch.equal(a, b) for a, b in zip(g.tensors().values(), again.tensors().values(), strict=True))
 
 
 def same_bits(one, two):

@@ -48,6 +48,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, writer, c
     assert [path.name for path in tmp_path.iterdir() if path.name != ".manifest.lock"] == []
 
 
+@pytest.mark.long  # starts a process
 def test_full_disk_keeps_what_was_there(tmp_path):
     """A disk of 64 KiB; where none can be mounted, a limit on the size of files."""
     code = (

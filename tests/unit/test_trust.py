@@ -82,16 +82,12 @@ def write(settings, *, key="hyper_parameters", **others):
 
 
 @pytest.mark.parametrize("settings", HOSTILE.values(), ids=HOSTILE)
-def test_a_checkpoint_imports_nothing_at_the_command_line(settings):
+def test_a_checkpoint_imports_nothing_at_the_command_line_and_in_python(settings):
     said = call("test", "--ckpt_path", write(settings), "--data=DigitsDataModule", *QUIET)
     assert not Path("marker").exists()
     assert "evil" not in sys.modules
     assert said.status == 1
     assert said.error.startswith("evil.ckpt "), said.error
-
-
-@pytest.mark.parametrize("settings", HOSTILE.values(), ids=HOSTILE)
-def test_a_checkpoint_imports_nothing_in_python(settings):
     assert_refused(lambda: ZooTask.load_from_checkpoint(write(settings)), says="evil.ckpt")
     assert not Path("marker").exists()
 
@@ -125,6 +121,7 @@ def test_settings_of_an_open_file_and_of_a_file_beside_it_are_checked():
 
 @pytest.mark.parametrize("place", ["network", "loss", "optimizer", "lr_scheduler"])
 @pytest.mark.parametrize("weights", [{"weights": "DEFAULT"}, {"weights": "IMAGENET1K_V1", "progress": False}])
+@pytest.mark.few(3)
 def test_a_checkpoint_fetches_no_trained_weights(place, weights, monkeypatch):
     """At the command line a function is no network, but may be called as a loss or make an optimizer."""
     fetched, built = [], []

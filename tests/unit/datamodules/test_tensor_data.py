@@ -341,6 +341,7 @@ def perceptron(outputs):
     ],
     ids=["classes", "values", "data set", "tokens"],
 )
+@pytest.mark.few(3)
 def test_an_interrupted_fit_ends_as_one_that_was_not(place, make, network, loss, tmp_path):
     def once(name, place, resumed=None):
         task = ZooTask(network(), members=2, loss=loss)

@@ -79,6 +79,7 @@ def looped(network, inputs, targets, vectors, loss=None):
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@pytest.mark.few(4)
 def test_every_method_agrees_with_a_plain_loop(name, method, dtype, tolerance):
     network, inputs, targets, plane, coefficients = case(name, count=200 if name != "LeNet" else 10, dtype=dtype)
     before = copy.deepcopy(network.state_dict())
@@ -126,6 +127,7 @@ def test_early_rejection_saves_work(method, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
+@pytest.mark.few(4)
 def test_cutting_at_multiples_of_the_chunk_changes_no_bit(name, method):
     network, inputs, targets, plane, _ = case(name, count=140 if name != "LeNet" else 8)
     coefficients = torch.randn(17, 2, dtype=torch.float64)

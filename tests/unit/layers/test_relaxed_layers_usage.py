@@ -164,6 +164,7 @@ def test_tracing_sees_one_call_and_runs_the_same(layer):
     assert names == ["module.0", "module.1"]
 
 
+@pytest.mark.few(4)
 def test_symmetries_are_traced_to_a_group_that_is_certain(layer):
     torch.manual_seed(0)
     x = features(2, 4, 4, 6, dtype=torch.float64)

@@ -94,7 +94,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_each_method_is_its_formula_tensor_by_tensor(method: str, files: list[dict[str, Tensor]]) -> None:
+@pytest.mark.few(4)
+def test_each_method_is_its_formula_and_averages_statistics(method: str, files: list[dict[str, Tensor]]) -> None:
     parent, *models = (weights(state) for state in files)
     assert CASES.keys() == METHODS.keys()
     names = ("a", "b") if method != "passthrough" else ("a",)
@@ -104,13 +105,6 @@ def test_each_method_is_its_formula_tensor_by_tensor(method: str, files: list[di
     assert not all(torch.equal(found[name], models[0][name]) for name in expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("method", CASES)
-def test_statistics_of_batch_norms_are_weighted_means(method: str, files: list[dict[str, Tensor]]) -> None:
-    names = ("a", "b") if method != "passthrough" else ("a",)
-    based = METHODS[method].base == "needed"
-    found = merged(*names, method=method, base="parent" if based else None, **CASES[method])
     used = files if based else files[1 : 1 + len(names)]
     for name in ("1.running_mean", "1.running_var"):
         stacked = torch.stack([state[name] for state in used])
@@ -176,6 +170,7 @@ def planted(symmetry: Symmetry, state: dict[str, Tensor], seed: int) -> dict[str
 
 
 @pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic", "ties", "dare_ties", "model_stock"])
+@pytest.mark.few(3)
 def test_a_moved_model_is_brought_back_as_near_as_fine_tunes_are(method: str, files: list[dict[str, Tensor]]) -> None:
     symmetry = trace_symmetry(network(), X)
     save_file(planted(symmetry, files[2], 3), "moved.safetensors")

@@ -116,6 +116,7 @@ def test_activations_are_where_the_paper_counts_them(network: Network, positions
         (VisionTransformer, {"patch_size": 1, "width": 4, "heads": 1, "depth": 1, "positions": "rotary"}),
     ],
 )
+@pytest.mark.few(4)
 def test_shapes_for_many_image_sizes(
     cls: Any, arguments: dict[str, Any], channels: int, size: int | tuple[int, int]
 ) -> None:
@@ -127,6 +128,7 @@ def test_shapes_for_many_image_sizes(
 
 @pytest.mark.parametrize("pool", ["mean", "class", "sequence"])
 @pytest.mark.parametrize("make", [CompactTransformer, VisionTransformer])
+@pytest.mark.few(3)
 def test_sites_of_transformers_are_tokens(make: Any, pool: str) -> None:
     network = (
         make(1, 8, 3, "2/3x2", 8) if make is CompactTransformer else make(1, 8, 3, 4, 8, 2, 2, mlp_ratio=1, pool=pool)

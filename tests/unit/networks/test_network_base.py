@@ -141,6 +141,7 @@ def test_fresh_is_manual_seed_and_the_constructor(network: Network) -> None:
 
 
 @pytest.mark.parametrize("network", [*SMALL, Child([1, 2])], ids=lambda n: type(n).__name__)
+@pytest.mark.few(3)
 def test_copies_and_pickles_keep_arguments_and_weights(network: Network) -> None:
     for again in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
         assert again.architecture == network.architecture

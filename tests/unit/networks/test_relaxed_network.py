@@ -48,6 +48,7 @@ def count(*args, **kwargs):
     ],
     ids=str,
 )
+@pytest.mark.few(4)
 def test_parameter_counts_of_relaxed_networks_are_the_published_ones(
     paths, arguments, three_channels, one_channel, forty_classes
 ):
@@ -90,6 +91,7 @@ def test_channels_and_grids_of_the_blocks(paths, grid, shapes):
 
 
 @pytest.mark.parametrize("paths", [[kind] for kind in KINDS], ids="-".join)
+@pytest.mark.few(3)
 def test_new_networks_are_not_dead(paths):
     x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     zeros = []
@@ -102,6 +104,7 @@ def test_new_networks_are_not_dead(paths):
 
 
 @pytest.mark.parametrize("paths", COMBINATIONS, ids="-".join)
+@pytest.mark.few(3)
 def test_sites_cuts_gradients_and_construction(paths):
     network = RelaxedNetwork(paths, 1, 8, 1, 3)
     x = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))  # for which no narrow network is dead

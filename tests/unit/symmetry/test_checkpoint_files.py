@@ -93,6 +93,7 @@ def header(file: Path) -> bytes:
 )
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("twice", [False, True], ids=["tied once", "tied twice"])
+@pytest.mark.few(4)
 def test_shards_move_as_the_network_does(
     symmetry: Symmetry, tmp_path: Path, dtype: torch.dtype, tolerance: float, prefix: str, twice: bool
 ) -> None:
@@ -230,6 +231,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("write", "says"), REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.few(3)
 def test_checkpoints_that_are_refused_leave_nothing_behind(
     symmetry: Symmetry, tmp_path: Path, write: Callable[[Path], Path], says: str
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_whole_group_is_said_to_be_whole(name: str) -> None:
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Tanh, nn.GELU])
 @pytest.mark.parametrize("widths", [(3, 4, 2), (5, 7, 6, 3), (2, 6, 6, 6, 2), (3, 3, 3, 3)])
+@pytest.mark.few(4)
 def test_dead_and_always_active_units_raise_no_alarm(widths: tuple[int, ...], activation: type[nn.Module]) -> None:
     symmetry = trace_symmetry(perceptron(*widths, activation=activation), torch.randn(2, widths[0]))
     assert symmetry.nullity in (symmetry.dimension, None)  # of some no weights are found at which no unit is special

@@ -149,6 +149,7 @@ def numbers_of(kind: str, name: str | None) -> list[object]:
 
 
 @pytest.mark.parametrize(("kind", "name"), SPELLINGS)
+@pytest.mark.few(4)
 def test_norms_have_one_group_however_they_are_written(kind: str, name: str) -> None:
     assert numbers_of(kind, name) == numbers_of(kind, None)
 

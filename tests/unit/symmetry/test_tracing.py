@@ -672,6 +672,7 @@ def one_number(use, spread, shape):
 @pytest.mark.parametrize("shape", [(1,), ()], ids=str)
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.few(4)
 def test_a_number_that_is_spread_over_units(use, spread, shape):
     torch.manual_seed(0)
     network = one_number(USES[use], SPREADS[spread], shape).double()
@@ -889,6 +890,7 @@ OPTIMISERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OPTIMISERS)
+@pytest.mark.few(3)
 def test_training_commutes_with_permutations_and_signs(name: str) -> None:
     torch.manual_seed(1)
     network = nn.Sequential(

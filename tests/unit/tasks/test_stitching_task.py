@@ -126,6 +126,7 @@ class Record(Callback):
         *((share, {"max_epochs": -1, "max_steps": 8}, held) for share, held in ((0.0, 0), (1.0, 8), (0.5, 4))),
     ],
 )
+@pytest.mark.few(3)
 def test_scales_stay_at_one_in_the_head_start(matching_zoo, head_start, steps, held):
     """Of the epochs, or of the steps if epochs have no end."""
     settings = {"maps": ["group"], "head_start": head_start, "optimizer": sgd(momentum=0.9, weight_decay=0.1)}
@@ -380,14 +381,14 @@ def test_pairs_are_drawn_by_seed(matching_zoo):
     drawn = []
     for seed in (0, 0, 1, 2, 3):
         task = StitchingTask(str(matching_zoo), pairs=4, maps=["identity"], seed=seed)
-        fit(task, max_epochs=1)
+        fit(task, fast_dev_run=True)
         assert len(set(task.pairs)) == 4
         assert all(a != b for a, b in task.pairs)
         drawn.append(task.pairs)
     assert drawn[0] == drawn[1]
     assert len({tuple(pairs) for pairs in drawn}) > 1
     task = StitchingTask(str(matching_zoo), maps=["identity"])
-    fit(task, max_epochs=1)
+    fit(task, fast_dev_run=True)
     assert task.pairs == [(0, 1), (0, 2), (1, 2)]
     assert_refused(lambda: fit(StitchingTask(str(matching_zoo), pairs=7)), says="has 6 ordered pairs, and 7 are asked")
 
