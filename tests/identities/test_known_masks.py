@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, int | None]] = {
     "places": (places, SAVED, 24, None),
     "cut": (cut, {"count": torch.tensor(4)}, 24, None),
     "branch": (branch, SAVED, 8, 40320),
-    "mask of weights": (of_weights, SAVED, 0, None),
+    "mask of weights": (of_weights, SAVED, 9, None),  # of 16
     ".data": (clamped, {}, 8, 40320),
     ".data in place": (clamped_in_place, {}, 8, 40320),
     ".data of weights": (clamped_weights, {}, 16, 40320**2),

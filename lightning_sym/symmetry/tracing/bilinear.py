@@ -52,7 +52,7 @@ def number_of_weights(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return reshaped(r, r.insert(aten.sum.default, product), r.shape(node))
 
 
-_CONTRACTIONS = ("matmul", "mm", "mv", "bmm", "dot", "linear")
+_CONTRACTIONS = operations(Trait.CONTRACT) - operations(Trait.CONVOLVE) - {"embedding", "bilinear", "einsum"} | {"dot"}
 
 
 def _reads_product(r: Rewriter, node: fx.Node) -> bool:
