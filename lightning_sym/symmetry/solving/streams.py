@@ -25,6 +25,7 @@ class Met(NamedTuple):
 
     Attributes:
         normed: Whether operations see at least the joint norm of a unit and others. Shape (units,), bool.
+        paired: Whether scalar products of values sum over a unit. Shape (units,), bool.
         centred: Whether operations see the mean of a unit and others. Shape (units,), bool.
         restricted: Whether an operation allows only permutations, scales and signs of a unit. Shape (units,), bool.
         cells: The cells of each orbit, if shared gains do not distinguish units.
@@ -32,6 +33,7 @@ class Met(NamedTuple):
     """
 
     normed: Bools
+    paired: Bools
     centred: Bools
     restricted: Bools
     cells: list[Ints]
@@ -50,8 +52,9 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
     """
     roots = orbits.roots
     restricted = [*constraints.restricted, *constraints.divided, *(label.atom for label in positions.grouped.values())]
-    normed, centred, held = (
-        positions.marked(*atoms)[roots] for atoms in (constraints.normed, constraints.centred, restricted)
+    normed, paired, centred, held = (
+        positions.marked(*atoms)[roots]
+        for atoms in (constraints.normed, constraints.paired, constraints.centred, restricted)
     )
     cells = orbits.cells
     if nesting.gains.size:
@@ -60,7 +63,7 @@ def find_met(constraints: Constraints, positions: Positions, orbits: Orbits, col
             np.unique(key[roots[units]], return_inverse=True)[1] if moves else own
             for units, own, moves in zip(orbits.units, cells, orbits.movable, strict=True)
         ]
-    return Met(normed, centred, held, cells, orbits.unit_of[nesting.gains])
+    return Met(normed, paired, centred, held, cells, orbits.unit_of[nesting.gains])
 
 
 def find_dense(
@@ -117,7 +120,7 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         if not free or (normed and not met.normed[units].all()) or np.bincount(cells).min() <= 1 + fixes_ones:
             continue
         # Scalar products of each two of three values, a.b, b.c and a.c, allow no more than norms do.
-        if not normed and not not_common(cells, structure.sign_table[orbit]).any():
+        if not normed and not (met.paired[units].all() and not_common(cells, structure.sign_table[orbit]).any()):
             continue
         shared = _shared_gains(structure, units, cells, met.spread, gains)
         if shared is None:
@@ -125,6 +128,8 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         all_columns = np.concatenate([structure.columns[orbit], shared], 1)
         slots = structure.slots_at(all_columns[0])
         behind = np.array([structure.slots[slot].tensor in gains for slot in slots], bool)
+        if not normed and behind.any():
+            continue
         conjugation = _conjugation(structure, orbit, cells, all_columns, behind)
         first = structure.slots[slots[0]].tensor
         if conjugation is None and not normed:

@@ -114,6 +114,7 @@ class Constraints:
     restricted: list[Ints] = field(default_factory=list)
     held: list[Ints] = field(default_factory=list)
     normed: list[Ints] = field(default_factory=list)
+    paired: list[Ints] = field(default_factory=list)  # units over which scalar products sum
     centred: list[Ints] = field(default_factory=list)
     gained: list[Ints] = field(default_factory=list)
     divided: list[Ints] = field(default_factory=list)

@@ -379,6 +379,7 @@ class Trace(Joining):
         if squared.any():  # a sum of squares: only orthogonal mixtures are their own inverse transpose
             self.constraints.keep_norm(one.at(squared))
         joined = self.constraints.same_units(one, two, contracted=True)
+        self.constraints.paired.append(joined.atom.ravel())
         if not axes and not alone:
             self.constraints.equate([(one.scale, 1.0), (two.scale, 1.0)])
             return None
@@ -420,6 +421,7 @@ class Trace(Joining):
         if squared.any():
             self.constraints.keep_norm(one.at(squared))
         self.constraints.same_units(one, two, contracted=True)
+        self.constraints.paired.append(one.atom.ravel())
         whole = self.constraints.fresh(tuple(axes), shape[:-1])
         self.constraints.fix_units(whole.atom)
         self.constraints.common.append(whole.scale)
