@@ -40,7 +40,9 @@ def number_of_weights(r: Rewriter, node: fx.Node) -> fx.Node | None:
     else:
         factors = _factors(r, node, "".join(next(unused) for _ in r.shape(node)), None, unused)
     products = [part for part, _ in factors or () if r.name(part) in _CONTRACTIONS]
-    if not factors or len(factors) < 2 or products or (r.name(node) == "sum" and not _reads_product(r, node)):
+    # Matrices mix the units of one scalar product.
+    least = 2 if r.name(node) == "sum" else 3
+    if not factors or len(factors) < least or products or (r.name(node) == "sum" and not _reads_product(r, node)):
         return None
     letters = "".join(dict.fromkeys("".join(term for _, term in factors)))
     wide = []
