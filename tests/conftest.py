@@ -46,10 +46,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave of the cases of a test marked ``few`` one in so many, and those named; as many are long, the rest slow.
+    """Of the cases of a test marked ``few``, keep one in so many and those named; make as many long, the rest slow.
 
-    Where coverage shows that each line that such a case reaches is reached by two of the other tests. Cases that are
-    slow do not count.
+    Cases that are marked slow do not count. `make test-slow` runs the rest.
     """
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:

@@ -45,15 +45,16 @@ def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 def twice_differentiable(*, functional: bool = False) -> Iterator[None]:
     """Compute attention, weight norms and distances by plain operations, which support double and forward derivatives.
 
-    They support ``vmap``, too. The second derivative of torch's fused weight norm is wrong: it takes the norms for
+    They also support ``vmap``. The second derivative of torch's fused weight norm is wrong, as it treats norms as
     constants.
 
     Args:
-        functional: Whether to write out layer and instance norms, too. The reverse derivatives of ``torch.func``'s
+        functional: Whether to write out layer and instance norms as well. The reverse derivatives of ``torch.func``'s
             ``jvp`` and ``vmap(jacrev)`` are wrong for the fused ones, by 1 to 60 percent and without an error.
 
     Note:
-        Names in ``torch`` are replaced meanwhile, in all threads: ``from torch import layer_norm`` keeps the fused one.
+        Names in ``torch`` are replaced in all threads until the context ends; names imported before keep the fused
+        functions.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     # The hooks of torch.nn.utils.weight_norm call the name in their module, which sys.modules holds: in torch.nn.utils
@@ -127,7 +128,7 @@ def _plain_instance_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     wide = [-1, *([1] * (x.dim() - 2))]
-    if use_input_stats:  # running statistics stay as they are: no derivative depends on them
+    if use_input_stats:  # running statistics do not change, as no derivative depends on them
         y = _standardised(x, tuple(range(2, x.dim())), eps)
     elif running_mean is None or running_var is None:
         raise ValueError("an instance norm without running statistics needs those of its input.")

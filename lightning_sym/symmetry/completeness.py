@@ -53,8 +53,8 @@ _FASTER = 4
 _SHOWN = 6
 # Rectifiers; the first three write into their input.
 _RECTIFIERS = (torch.relu_, Tensor.relu_, F.relu_, torch.relu, Tensor.relu, F.relu)
-# Functions with ends or gaps that many units reach at most weights, or with jumps, of which derivatives tell nothing. A
-# smooth function that is as close to linear, odd or even stands for each: it has the same group.
+# Functions that are constant for many units at most weights, or that jump: their derivatives show nothing. Each is
+# replaced by a smooth function with the same group, which is as close to linear, odd or even.
 _SMOOTH: Mapping[Any, Callable[..., Tensor]] = {
     F.hardsigmoid: lambda x, inplace=False: torch.sigmoid(2 * x / 3),
     F.hardswish: lambda x, inplace=False: x * torch.sigmoid(2 * x / 3),

@@ -27,13 +27,17 @@ def of_each_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., T
     return lambda a, b, c: torch.cat([function(a, b), function(a, c), function(b, c)], -1)
 
 
+def scalar_product(one: Tensor, two: Tensor) -> Tensor:
+    return (one * two).sum(-1, keepdim=True)
+
+
 def below(products: Tensor) -> Tensor:
     return products[:, BELOW[0], BELOW[1]]
 
 
 # The scalar products of each two of three layers: the rotations of a factorisation, and one factor for each layer.
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
-    "sums": of_each_two(lambda one, two: (one * two).sum(-1, keepdim=True)),
+    "sums": of_each_two(scalar_product),
     "einsum": of_each_two(lambda one, two: torch.einsum("bd,bd->b", one, two)[:, None]),
     "matmul": of_each_two(lambda one, two: (one[:, None] @ two[..., None])[..., 0]),
     "bmm": lambda a, b, c: below(torch.bmm(t := torch.stack([a, b, c], 1), t.mT)),
@@ -76,9 +80,19 @@ SAMPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
 }
 
+# Without rotations: scales act on each pair of entries. Written as ``v @ w`` it has matrices, of which most do nothing.
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda v, w: (v * w).sum(),
+    "dot": torch.dot,
+    "einsum": lambda v, w: torch.einsum("i,i->", v, w),
+}
+
 TABLES: dict[str, Function] = {
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
         three_inputs, 6, each(PRODUCTS, lambda own: lambda s, *x: s.o(own(s.a(x[0]), s.b(x[1]), s.c(x[2])))),
+        samples=60),
+    "number of two weights": Function({"a": of(L, 6, 8), "v": parameter(4), "w": parameter(4), "b": of(L, 8, 3)},
+        two_inputs(6), 16, each(NUMBERS, lambda own: lambda s, x: s.b(F.leaky_relu(s.a(x)) * own(s.v, s.w))),
         samples=60),
     "directions and rows": Function({"k": of(L, 4, 3), "m": parameter(5, 3), "o": of(L, 3, 5)}, two_inputs(4), 5,
         each(DIRECTIONS, lambda own: lambda s, x: s.o(torch.tanh(own(s.k(x), s.m)) @ s.m)), samples=60),

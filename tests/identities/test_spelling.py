@@ -20,7 +20,7 @@ from member_spelling_cases import MEMBERS
 from published_spelling_cases import PUBLISHED
 from spelled_layers import ANGLES, COS, SIN
 from spelling_cases import FUNCTIONS, Function, rotary, steps
-from table_spelling_cases import TABLES
+from table_spelling_cases import TABLES, of_each_two, scalar_product
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional as F
@@ -168,6 +168,14 @@ LOOKALIKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "one more": ("masked mean", lambda s, x, keep: s.b((keep[..., None] * s.a(x)).sum(1) / (keep.sum(1, True) + 1))),
     "count of others": ("mean of neighbours", lambda s, x, ends: s.b(torch.zeros_like(s.a(x)).index_add(0, ends[1],
         s.a(x)[ends[0]]) / torch.zeros_like(x[:, :1]).index_add(0, ends[0], torch.ones_like(x[:, :1])[ends[0]]))),
+    "rolled factor": ("products of each two", lambda s, x, y, z: s.o(of_each_two(scalar_product)(
+        s.a(x), s.b(y), s.c(z)) + scalar_product(s.a(x).roll(1, -1), s.b(y)))),
+    "weighted product": ("products of each two", lambda s, x, y, z: s.o(of_each_two(scalar_product)(
+        s.a(x) * torch.arange(1, 4), s.b(y), s.c(z)) + scalar_product(s.a(x), s.b(y)))),
+    "product of three": ("products of each two", lambda s, x, y, z: s.o(of_each_two(scalar_product)(
+        s.a(x), s.b(y), s.c(z)) * (s.a(x) * s.b(y) * s.c(z)).sum(-1, keepdim=True))),
+    "factors times weights": ("products of each two", lambda s, x, y, z: s.o(of_each_two(scalar_product)(
+        s.a(x) * s.o.weight[0], s.b(y) * s.o.weight[1], s.c(z) * s.o.weight[2]))),
     "counts that are cut": ("bag of embeddings", lambda s, i: s.b(
         F.one_hot(i, 9).sum(1).clamp(max=1).to(s.e.weight) @ s.e.weight)),
 }  # fmt: skip

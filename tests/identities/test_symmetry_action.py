@@ -512,7 +512,7 @@ TWICE = {"index_some": 16}
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(3)
+@pytest.mark.few(3, "vector_times_vector")
 def test_whole_group_keeps_the_function(name: str) -> None:
     case, network, inputs, symmetry = traced(name)
     before = {key: value.clone() for key, value in network.state_dict().items()}

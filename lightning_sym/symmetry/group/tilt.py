@@ -25,9 +25,11 @@ Vectors = tuple[Tensor, ...]
 
 
 def _sums(tilt: Tilt, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return what a map moves, at each unit, divided by the gain, and the sums over the units; None for sums of zero.
+    """Return the entries that a map moves, divided by the gain, and their sums over the units.
 
-    Shapes (units, numbers) and (numbers,), float64.
+    Returns:
+        The entries. Shape (units, numbers), float64.
+        The sums. Shape (numbers,), float64; None if all are zero or an entry is not finite.
     """
     rows = [tensors[name].detach().to("cpu", torch.float64).movedim(axis, 0) for name, axis in tilt.moved]
     moved = torch.cat([own.reshape(tilt.size, -1) for own in rows], 1)
@@ -187,9 +189,7 @@ class Tilts(Factor[Vectors]):
         """Return a note on norms whose maps the balanced form leaves open; see :class:`Factor`."""
         free = {tilt.moved[0][0] for own in networks for tilt in self.structure.tilts if _sums(tilt, own)[1] is None}
         names = ", ".join(sorted(free))
-        note = (
-            f"{names}: rank-one maps have no form where its sum is zero, as of a new norm, and no lower bound is known"
-        )
+        note = f"{names}: rank-one maps are not determined, as sums are zero (a new norm), and no lower bound is known"
         return [note] * bool(free), bool(free)
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:

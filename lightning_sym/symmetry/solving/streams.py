@@ -119,8 +119,10 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         fixes_ones, normed = (bool(own[units].any()) for own in (met.centred, met.normed))
         if not free or (normed and not met.normed[units].all()) or np.bincount(cells).min() <= 1 + fixes_ones:
             continue
-        # Scalar products of each two of three values, a.b, b.c and a.c, allow no more than norms do.
-        if not normed and not (met.paired[units].all() and not_common(cells, structure.sign_table[orbit]).any()):
+        # Without norms, scalar products of each two of three values (a.b, b.c, a.c) allow rotations: they leave signs
+        # free, but no scales.
+        signed = not_common(cells, structure.sign_table[orbit]).any()
+        if not normed and not (met.paired[units].all() and signed):
             continue
         shared = _shared_gains(structure, units, cells, met.spread, gains)
         if shared is None:
@@ -128,11 +130,9 @@ def find_rotations(structure: Structure, met: Met, gains: Collection[str]) -> tu
         all_columns = np.concatenate([structure.columns[orbit], shared], 1)
         slots = structure.slots_at(all_columns[0])
         behind = np.array([structure.slots[slot].tensor in gains for slot in slots], bool)
-        if not normed and behind.any():
-            continue
         conjugation = _conjugation(structure, orbit, cells, all_columns, behind)
         first = structure.slots[slots[0]].tensor
-        if conjugation is None and not normed:
+        if not normed and (conjugation is None or behind.any()):
             continue
         if conjugation is None:
             # A gain without scales is one of those that prevent rotations.

@@ -19,9 +19,8 @@ aten = torch.ops.aten
 # Tensors of one role in modules that do the same, by name: one for each module.
 Role = tuple[str, ...]
 _JOINS = ("cat", "stack")
-_CHAINS = {"add": "add"} | dict.fromkeys(("maximum", "max", "fmax"), "max")
+_CHAINS = {"add": "add", "logaddexp": "logaddexp"} | dict.fromkeys(("maximum", "max", "fmax"), "max")
 _CHAINS |= dict.fromkeys(("minimum", "min", "fmin"), "min")
-_CHAINS["logaddexp"] = "logaddexp"
 # Operations that read a part of a value, or compare places with one, with the arguments that choose the part.
 _PARTS = {"select": (2,), "slice": (2, 3), "getitem": (1,), "index": (1,), "index_select": (2,), "eq": (1,)}
 

@@ -123,6 +123,9 @@ def _each(given: Any, count: int) -> list[int]:
     return [given] * count if isinstance(given, int) else list(given) * (count // max(len(given), 1))
 
 
+_OVER_AXES = ("amax", "amin")
+
+
 def of_exponentials(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the largest exponential, or the quotient or product of two, as one exponential."""
     name, parts = r.name(node), node.args[: 1 if r.name(node) in _OVER_AXES else 2]
@@ -132,9 +135,6 @@ def of_exponentials(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if name in _OVER_AXES:
         return r.insert(aten.exp.default, r.insert(node.target, *inner, *node.args[1:]))
     return r.insert(aten.exp.default, r.insert(aten.sub.Tensor if name == "div" else aten.add.Tensor, *inner))
-
-
-_OVER_AXES = ("amax", "amin")
 
 
 def log_of_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:

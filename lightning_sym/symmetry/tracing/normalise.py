@@ -74,6 +74,7 @@ from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_val
 from lightning_sym.symmetry.tracing.filling import WRITES, joined_writes
 from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.heads import spell_heads
+from lightning_sym.symmetry.tracing.indices import repeated, repeated_at
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
@@ -374,7 +375,7 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite rows of a weight matrix at integers as an embedding, and consecutive rows as a slice."""
     table, place = node.args[0], node.args[1]
     if r.made_of(table) == "inputs":
-        return _repeated_at(r, node)
+        return repeated_at(r, node)
     if r.name(node) == "index":
         if not isinstance(place, (list, tuple)) or len(place) != 1:
             return None
@@ -423,7 +424,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _gathered(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite rows of a weight matrix, gathered at input integers, as an embedding."""
-    if (repeated := _repeated_at(r, node)) is not None:
+    if (repeated := repeated_at(r, node)) is not None:
         return repeated
     args: Any = node.args
     table, axis, place = args[:3]
@@ -574,63 +575,13 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     different = list(dict.fromkeys(parts))
     times, single = len(parts) // len(different), all(r.shape(part)[axis : axis + 1] == (1,) for part in different)
     if len(parts) > 1 == len(different) and (single or r.made_of(parts[0]) == "inputs"):
-        return _repeated(r, node, parts[0], len(parts), axis)
+        return repeated(r, parts[0], len(parts), axis)
     if times > 1 and single and list(parts) == [part for part in different for _ in range(times)]:
         # Keys that several queries share.
         return r.insert(aten.repeat_interleave.self_int, r.insert(aten.cat.default, different, axis), times, axis)
     whole = joined(r, parts, axis)
     folds = any(_stacked(r, user) is node for user in node.users)  # it becomes a chain of sums or the like
     return together(r, node) if whole is None and not folds else whole
-
-
-def _repeated(r: Rewriter, node: fx.Node, value: fx.Node, times: int, axis: int) -> fx.Node | None:
-    """Repeat a value along an axis."""
-    sizes = list(r.shape(value))
-    if sizes[axis] == 1:
-        return r.insert(aten.expand.default, value, [*sizes[:axis], times, *sizes[axis + 1 :]])
-    return r.insert(aten.repeat.default, value, [times if other == axis else 1 for other in range(len(sizes))])
-
-
-def _repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite constant indices that repeat each entry of an axis (keys that several queries share) or read a range."""
-    value, place = node.args[0], node.args[2 if r.name(node) != "index" else 1]
-    axis: Any = node.args[1]
-    if r.name(node) == "gather":
-        place = _of_one_axis(r, place, axis, r.shape(value))
-    elif r.name(node) == "index":
-        if not isinstance(axis, (list, tuple)) or sum(own is not None for own in axis) != 1:
-            return None
-        axis, place = next((at, own) for at, own in enumerate(axis) if own is not None)
-    known = r.constant(place) if isinstance(place, fx.Node) else None
-    if known is None or known.ndim != 1 or known.dtype not in (torch.int64, torch.int32):
-        return None
-    count = r.shape(value)[axis]
-    times = len(known) // count
-    if len(known) != times * count or not isinstance(value, fx.Node) or not times:
-        start = int(known[0]) % count if len(known) and r.made_of(value) == "inputs" else count
-        is_range = start < count and torch.equal(known % count, torch.arange(start, start + len(known)).to(known))
-        return r.insert(aten.slice.Tensor, value, axis, start, start + len(known)) if is_range else None
-    if torch.equal(known, torch.arange(count).repeat_interleave(times).to(known)):
-        return value if times == 1 else r.insert(aten.repeat_interleave.self_int, value, times, axis)
-    if torch.equal(known, torch.arange(count).repeat(times).to(known)):
-        return _repeated(r, node, value, times, axis)
-    return None
-
-
-def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> fx.Node | None:
-    """Return a one-dimensional index of an axis if all other axes gather at the same entries."""
-    known, axis = r.constant(place), axis % len(shape)
-    if known is None or known.ndim != len(shape):
-        return None
-    rest = [other for other in range(len(shape)) if other != axis]
-    if any(known.shape[other] != shape[other] for other in rest):
-        return None
-    for other in rest[::-1]:
-        if bool((known != known.narrow(other, 0, 1)).any()):
-            return None
-    for other in rest[::-1]:
-        place = r.insert(aten.select.int, place, other, 0)
-    return place  # type: ignore[no-any-return]
 
 
 def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:

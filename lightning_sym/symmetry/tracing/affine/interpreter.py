@@ -191,7 +191,7 @@ class Interpreter(Layers):
         first, *others = (self._value(given) for given in node.all_input_nodes)
         if first is None or node.args[0] is not node.all_input_nodes[0]:
             return None
-        if others and name_of(node) in ("layer_norm", "rms_norm"):
+        if others and name_of(node) == "layer_norm":
             self._unread(first)
             self.values[node.args[0]] = first.with_(varies=True, origin=None)
             made = rule(self, node)
