@@ -87,6 +87,42 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda v, w: torch.einsum("i,i->", v, w),
 }
 
+HALVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda h: h.unflatten(-1, (2, 3)).norm(dim=-2),
+    "sum of squares": lambda h: h.unflatten(-1, (2, 3)).square().sum(-2).sqrt(),
+    "einsum": lambda h: torch.einsum("btij,btij->btj", *[h.unflatten(-1, (2, 3))] * 2).sqrt(),
+    "halves": lambda h: (h[..., :3] ** 2 + h[..., 3:] ** 2).sqrt(),
+    "hypot": lambda h: torch.hypot(h[..., :3], h[..., 3:]),
+    "complex": lambda h: torch.complex(h[..., :3], h[..., 3:]).abs(),
+}
+PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda h: h.unflatten(-1, (3, 2)).norm(dim=-1),
+    "view_as_complex": lambda h: torch.view_as_complex(h.unflatten(-1, (3, 2)).contiguous()).abs(),
+    "every other": lambda h: (h[..., ::2].square() + h[..., 1::2].square()).sqrt(),
+    "unbind": lambda h: sum(own**2 for own in h.unflatten(-1, (3, 2)).unbind(-1)).sqrt(),  # type: ignore[union-attr]
+}
+MEDIANS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sort": lambda h: h.sort(1)[0][:, (h.shape[1] - 1) // 2],
+    "kthvalue": lambda h: h.kthvalue((h.shape[1] + 1) // 2, 1)[0],
+    "kthvalue, keepdim": lambda h: h.kthvalue((h.shape[1] + 1) // 2, dim=1, keepdim=True)[0].squeeze(1),
+    "median": lambda h: h.median(1)[0],
+}
+QUANTILES: dict[str, Callable[[Tensor], Tensor]] = {
+    "quantile": lambda h: torch.quantile(h, 0.25, dim=1),
+    "method, keepdim": lambda h: h.quantile(0.25, 1, keepdim=True)[:, 0],
+    "negative": lambda h: -torch.quantile(-h, 0.75, dim=1),
+}
+RUNNING: dict[str, Callable[[Tensor], Tensor]] = {
+    "cummax": lambda h: torch.cummax(h, 1)[0],
+    "cummin": lambda h: -(-h).cummin(1)[0],
+    "loop": lambda h: torch.stack([h[:, : own + 1].amax(1) for own in range(h.shape[1])], 1),
+}
+PLUS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pairwise_distance": lambda h: F.pairwise_distance(h, h.roll(1, 1))[..., None],
+    "norm": lambda h: (h - h.roll(1, 1) + 1e-6).norm(dim=-1, keepdim=True),
+    "by hand": lambda h: (1e-6 + (h - h.roll(1, 1))).square().sum(-1, keepdim=True).sqrt(),
+}
+
 TABLES: dict[str, Function] = {
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
         three_inputs, 6, each(PRODUCTS, lambda own: lambda s, *x: s.o(own(s.a(x[0]), s.b(x[1]), s.c(x[2])))),
@@ -103,6 +139,15 @@ TABLES: dict[str, Function] = {
         samples=60),
     "outer product": Function({"a": of(L, 4, 3), "b": of(L, 4, 2), "o": of(L, 6, 7)}, two_inputs(4), 5,
         each(OUTER, lambda own: lambda s, x: s.o(own(F.leaky_relu(s.a(x)), F.leaky_relu(s.b(x))))), samples=90),
+    "lengths of halves": Function({"a": of(L, 7, 6), "o": of(L, 3, 9)}, steps(7), 6,
+        each(HALVES, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
+    "lengths of pairs": Function({"a": of(L, 7, 6), "o": of(L, 3, 9)}, steps(7), 6,
+        each(PAIRS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
+    **{name: Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 12,
+        each(spellings, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40)
+       for name, spellings in (("median", MEDIANS), ("quantile", QUANTILES), ("largest so far", RUNNING))},
+    "distances plus a number": Function({"a": of(L, 7, 6), "o": of(L, 1, 9)}, steps(7), 16,
+        each(PLUS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

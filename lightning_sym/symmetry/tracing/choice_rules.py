@@ -82,6 +82,12 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     return [chosen.with_labels(*chosen.labels, *numbers), index(trace.output_shape(1))]
 
 
+@register_rule("aten::cummax", "aten::cummin")
+def _running(trace: Trace, value: Value, axis: int) -> list[Value]:
+    value = trace.linear_along(trace.elementwise(value, positive_scales=True), [axis], value.shape)
+    return [value, without_scale(trace, value)]
+
+
 def _may_be_equal(node: Any) -> bool:
     """Whether values may be systematically equal, judged by the elementwise operations that computed them.
 

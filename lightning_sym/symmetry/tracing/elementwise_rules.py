@@ -133,10 +133,11 @@ def _binary(product: bool, divide: bool = False) -> Rule:
             return trace.elementwise(value, positive_scales=True, signs=True, exponent=-1.0)
         if product or (isinstance(two, (int, float)) and two == 0):
             return Value(value.shape, tuple(trace.constraints.resolve(label) for label in value.labels))
+        plus = trace.plus_number if isinstance(two if value is one else one, (int, float)) else trace.permutations_only
         if not value.labels or not _has_bias(trace.node.all_input_nodes[0]):
-            return trace.permutations_only(value)
+            return plus(value)
         with trace.constraints.explain(f"{trace.where}: {MET}"):
-            return trace.permutations_only(value)
+            return plus(value)
 
     return rule
 
@@ -170,12 +171,12 @@ def _summed_axes(node: torch.fx.Node, rank: int) -> set[int]:
 
 @register_rule("aten::square")
 def _squared(trace: Trace, value: Value) -> Value:
-    """Square units like any even function, unless readers only use sums over all units."""
+    """Square units like any even function, unless readers only use sums over all units, or over parts of them."""
     summed = _summed_axes(trace.node, value.ndim)
     labels = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
-        if label.axes and set(label.axes) <= summed:
+        if summed & set(label.axes):
             trace.constraints.keep_norm(label)
         else:
             trace.constraints.restrict(label)
@@ -240,9 +241,9 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
     return Value(shape, tuple(_as_one(trace, labels) if _covers(gone, value) else labels))
 
 
-def _of_parts(trace: Trace, label: Label, gone: set[int]) -> Label:
+def _of_parts(trace: Trace, label: Label, gone: set[int], *, mixtures: bool = False) -> Label:
     """Return the label of a reduction along some of a label's axes; the reduced units must share one scale."""
-    whole = trace.parts(label, [axis for axis in label.axes if axis not in gone])
+    whole = trace.parts(label, [axis for axis in label.axes if axis not in gone], mixtures=mixtures)
     trace.constraints.equate([(label.scale, 1.0), (trace.onto(whole, label).scale, -1.0)])
     return whole
 
@@ -293,6 +294,15 @@ def _softmax(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) -
         if axis in label.axes and len(label.axes) > 1:  # units of one softmax stay together
             trace.parts(label, [other for other in label.axes if other != axis])
     return trace.permutations_only(value)
+
+
+@register_rule("aten::atan2")
+def _angle(trace: Trace, one: Any, two: Any) -> Any:
+    """Return the angles of vectors, which a common length leaves alone."""
+    if not (isinstance(one, Value) and isinstance(two, Value)):
+        return unknown(trace, one, two)
+    both = trace.join(one, two, product=False)
+    return without_scale(trace, trace.elementwise(both, positive_scales=True))
 
 
 @register_rule("aten::cumsum")
@@ -557,7 +567,7 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
             else:
                 trace.constraints.fix_scales(label.scale)
         else:
-            whole = _of_parts(trace, label, gone)
+            whole = _of_parts(trace, label, gone, mixtures=squares)
             labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in whole.axes)))
     return Value(shape, (*labels, *_as_one(trace, numbers)))
 

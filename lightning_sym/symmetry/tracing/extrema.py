@@ -1,6 +1,7 @@
-"""Normal form of extrema: `amax` and `amin` over axes, `maximum` and `minimum` of two values, `logsumexp`."""
+"""Normal form of extrema: `amax` and `amin` over axes, `maximum` and `minimum` of two values, `logsumexp`, ranks."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +29,26 @@ def chosen_value(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if name == "aminmax":
         axis, keep = both.kwargs.get("dim"), bool(both.kwargs.get("keepdim", False))
         return _over(r, "max" if item == 1 else "min", both.args[0], [] if axis is None else [axis], keep)
+    if name in ("kthvalue", "median"):
+        return _of_rank(r, both, item)
     if item != 0:
         return None
     if name == "topk":
         count, axis, largest = both.args[1], argument(both, 2, "dim", -1), argument(both, 3, "largest", True)
         return None if count != 1 else _over(r, "max" if largest else "min", both.args[0], [axis], True)
     return _over(r, name, both.args[0], [argument(both, 1, "dim")], bool(argument(both, 2, "keepdim", False)))
+
+
+def _of_rank(r: Rewriter, node: fx.Node, item: int) -> fx.Node:
+    """Return the element of some rank along an axis, or its index, taken from all elements in their order."""
+    at = 2 if r.name(node) == "kthvalue" else 1
+    axis, keep = argument(node, at, "dim", -1), bool(argument(node, at + 1, "keepdim", False))
+    rank: Any = (
+        argument(node, 1, "k") if at == 2 else (r.shape(node.args[0])[axis] + 1) // 2
+    )  # of two middle ones, the lower
+    ordered = r.insert(operator.getitem, r.insert(aten.sort.default, node.args[0], axis), item)
+    chosen = r.insert(aten.select.int, ordered, axis, rank - 1)
+    return r.insert(aten.unsqueeze.default, chosen, axis) if keep else chosen
 
 
 def _over(r: Rewriter, name: str, value: Any, axes: list[Any], keep: bool) -> fx.Node | None:
@@ -162,4 +177,4 @@ REWRITES: dict[str, Callable[[Rewriter, fx.Node], fx.Node | None]] = {
     **dict.fromkeys(operations(Trait.MAX_POOL), pooled),
     "log": log_of_sum,
 }
-CHOICES = {"max", "min", "aminmax", "topk"} | operations(Trait.MAX_POOL)
+CHOICES = {"max", "min", "aminmax", "topk", "kthvalue", "median"} | operations(Trait.MAX_POOL)

@@ -87,9 +87,11 @@ from lightning_sym.symmetry.tracing.segments import spread_edges
 from lightning_sym.symmetry.tracing.selections import is_chosen, read_sums, softmax
 from lightning_sym.symmetry.tracing.sums import (
     gathered,
+    modulus,
     normalised,
     scaled_weight,
     squared_distances,
+    squares_of_parts,
     sum_of_squares,
     with_parts,
 )
@@ -601,7 +603,7 @@ _FOLDS = {
     "amax": aten.maximum.default,
     "amin": aten.minimum.default,
 }
-_SUMS = (_scaled_sum, _neutral, squared_distances, gathered, factored)
+_SUMS = (_scaled_sum, _neutral, squared_distances, squares_of_parts, gathered, factored)
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
@@ -629,5 +631,6 @@ _REWRITES: dict[str, Rewrite] = {
     "nan_to_num": of_softmax,
     "softmax": softmax,
     "eq": is_chosen,
+    "abs": modulus,
     **REWRITES,
 }

@@ -100,7 +100,7 @@ _ROWS = {
     "linear matmul mm bmm mv einsum tensordot bilinear addmm baddbmm addmv embedding": _T.LINEAR | _T.CONTRACT,
     _in_dimensions("conv#", "conv_transpose#"): _T.LINEAR | _T.CONTRACT | _T.CONVOLVE,
     "sum mean": _T.LINEAR | _T.SUM,
-    "var std var_mean std_mean norm linalg_vector_norm amax amin logsumexp cumsum dot": _T.REDUCE,
+    "var std var_mean std_mean norm linalg_vector_norm amax amin logsumexp cumsum cummax cummin dot": _T.REDUCE,
     _in_dimensions("avg_pool#", "adaptive_avg_pool#", "_adaptive_avg_pool#"): _T.POOL,
     _in_dimensions("max_pool#", "max_pool#_with_indices", "adaptive_max_pool#"): _T.MAX_POOL,
     "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d": _T.RESIZE,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from lightning_sym.symmetry.tracing.branches import pieces
 from lightning_sym.symmetry.tracing.contractions import layout, reshaped, shown, stored
 from lightning_sym.symmetry.tracing.nodes import argument, memories_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
@@ -196,6 +197,44 @@ def squared_distances(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def squares_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum of the squares of all parts of a value as one sum along the axis on which these lie."""
+    if node.kwargs or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
+        return None
+    leaves, _ = r.leaves(node, {"add"})
+    terms = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    values = {_root(r, term) if r.shape(term) == r.shape(node) else None for term in terms}
+    if None in values or len(values) < max(len(terms), 2) or any(r.made_of(value) != "inputs" for value in values):
+        return None
+    whole = pieces(r, [_root(r, term) for term in terms])
+    if whole is None:
+        return None
+    total = r.insert(aten.sum.dim_IntList, r.insert(aten.square.default, whole), [0])
+    return (
+        total
+        if len(terms) == len(leaves)
+        else r.insert(aten.add.Tensor, total, sum(own for own in leaves if not isinstance(own, fx.Node)))
+    )
+
+
+def modulus(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the absolute value of complex numbers as the norm of real and imaginary parts."""
+    value: Any = node.args[0]
+    if r.name(value) == "view_as_complex":
+        return r.insert(aten.linalg_vector_norm.default, value.args[0], 2, [-1])
+    if r.name(value) != "complex":
+        return None
+    total = r.insert(aten.add.Tensor, *(r.insert(aten.square.default, part) for part in value.args))
+    return r.insert(aten.sqrt.default, total)
+
+
+def _root(r: Rewriter, node: Any) -> Any:
+    """Return the value whose squares a node holds; None if it holds no squares."""
+    name = r.name(node)
+    twice = (name == "mul" and node.args[0] is node.args[1]) or (name == "pow" and node.args[1] == 2)
+    return node.args[0] if twice or name == "square" else None
+
+
 def _held(node: fx.Node, axis: int) -> tuple[Any, ...]:
     """Return the memory layout of a value with one axis moved to the end."""
     return memories_of(node), layout(node.meta["val"].transpose(axis, -1))
@@ -208,13 +247,9 @@ def _squared(r: Rewriter, node: Any) -> tuple[fx.Node, int] | None:
         if long != before:
             return None
         node = node.args[0]
-    square: Any = node.args[0] if r.name(node) == "sum" else None
-    if r.name(square) not in ("pow", "mul", "square") or (r.name(square) == "pow" and square.args[1] != 2):
-        return None
-    value, axes = square.args[0], reduced(node, len(r.shape(square)))
-    if len(axes) > 1 or not isinstance(value, fx.Node) or (r.name(square) == "mul" and square.args[1] is not value):
-        return None
-    return value, axes.pop()
+    value: Any = _root(r, node.args[0]) if r.name(node) == "sum" else None
+    axes = reduced(node, len(r.shape(value))) if value is not None else ()
+    return (value, axes.pop()) if len(axes) == 1 else None
 
 
 def sum_of_squares(r: Rewriter, node: fx.Node) -> fx.Node | None:

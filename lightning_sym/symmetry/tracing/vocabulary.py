@@ -101,6 +101,13 @@ class Trace(Joining):
         """Allow permutations of the units, but neither scales nor changes of sign."""
         return self.elementwise(value)
 
+    def plus_number(self, value: Value) -> Value:
+        """Add one number to all units: permutations stay, and rotations that fix the vector of ones."""
+        for label in value.labels:
+            self.constraints.keep_ones(label)
+            self.constraints.fix_scales(label.scale)
+        return Value(value.shape, tuple(self.constraints.resolve(label) for label in value.labels))
+
     def linear_along(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
         """Apply a fixed linear map along some axes (average pooling, resizing); the group acts identically along these.
 

@@ -148,6 +148,16 @@ def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
     return x.diagonal(diagonal)
 
 
+def _quantile(x: Tensor, q: float, dim: int, keepdim: bool = False, *, interpolation: str = "linear") -> Tensor:
+    last = x.shape[dim] - 1
+    if interpolation != "linear" or last == 0:
+        raise ValueError(interpolation)
+    low = min(int(q * last), last - 1)
+    one, two = (x.sort(dim)[0].narrow(dim, low + step, 1) for step in (0, 1))
+    found = one + (q * last - low) * (two - one)
+    return found if keepdim else found.squeeze(dim)
+
+
 FUNCTIONS: Mapping[str, Written] = {
     "logaddexp": lambda x, y: torch.stack(torch.broadcast_tensors(x, y)).logsumexp(0),  # type: ignore[no-untyped-call]
     "_weight_norm": _weight_norm,
@@ -169,6 +179,7 @@ FUNCTIONS: Mapping[str, Written] = {
     "rsub": lambda x, y, alpha=1: y.sub(x, alpha=alpha),
     "tensordot": _over,
     "prelu": _leaking,
+    "quantile": _quantile,
     "scaled_dot_product_attention": _attention,
 }
 
