@@ -49,7 +49,6 @@ WRONG = (
         r"dimension|shifts",
         "832 directions were rows of its table of distances that the example does not read; longer inputs do",
     ),
-    ("spelling/convolution: shifted", r"scales|signs", "6 scales changed nothing: of 11 tangents 5 were independent"),
     ("more transformers/funnel", r"scales|signs", "4 scales changed nothing: of 636 tangents 632 were independent"),
     (
         "timm/vit, learned rotary",

@@ -45,19 +45,9 @@ def by_matmul(s: Any, x: Tensor) -> Three:
     return q, k, v
 
 
-def by_tensordot(s: Any, x: Tensor) -> Three:
-    q, k, v = (torch.tensordot(x, w, ([2], [1])) + b for w, b in arrays(s))
-    return q, k, v
-
-
 def layer_of(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     """Return a linear layer of heads. Shape (samples, steps, heads, units)."""
     return F.linear(x, w.transpose(1, 2).reshape(-1, WIDTH), b.flatten()).unflatten(-1, (COUNT, SIZE))
-
-
-def by_layer(s: Any, x: Tensor) -> Three:
-    q, k, v = (layer_of(x, w, b) for w, b in arrays(s))
-    return q, k, v
 
 
 def by_bmm(s: Any, x: Tensor) -> Three:
@@ -82,24 +72,6 @@ def added_by_layer(s: Any, z: Tensor) -> Tensor:
     return F.linear(z.flatten(2), s.wo.permute(2, 0, 1).reshape(WIDTH, -1), s.bo)
 
 
-def head_by_head(s: Any, x: Tensor) -> Tensor:
-    total = s.bo
-    for head in range(COUNT):
-        q, k, v = (x @ w[head] + b[head] for w, b in arrays(s))
-        total = total + read(q, k, v) @ s.wo[head]
-    return total
-
-
-def heads_stacked(s: Any, x: Tensor) -> Tensor:
-    parts = [read(*(x @ w[head] + b[head] for w, b in arrays(s))) for head in range(COUNT)]
-    return added(s, torch.stack(parts, 2))
-
-
-def heads_as_samples(s: Any, x: Tensor) -> Tensor:
-    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in by_einsum(s, x))
-    return added(s, read(q, k, v).unflatten(0, (-1, COUNT)).transpose(1, 2))
-
-
 def fused(s: Any, x: Tensor) -> Tensor:
     q, k, v = (part.transpose(1, 2) for part in by_einsum(s, x))
     return added(s, F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2))
@@ -111,17 +83,7 @@ def through(first: Callable[..., Three], last: Callable[..., Tensor]) -> Spelled
 
 ARRAYS: dict[str, Spelled] = {
     "einsum": through(by_einsum, added),
-    "matmul": through(by_matmul, added_by_matmul),
-    "tensordot": through(by_tensordot, added),
     "baddbmm": through(by_bmm, added_last),
-    "results of heads": through(by_einsum, added_last),
-    "layers": through(by_layer, added_by_layer),
-    "layers first": through(by_layer, added),
-    "a layer last": through(by_matmul, added_by_layer),
-    "head by head": head_by_head,
-    "stacked": heads_stacked,
-    "heads as samples": heads_as_samples,
-    "fused": fused,
 }
 
 
@@ -172,26 +134,6 @@ def layer_of_part(s: Any, x: Tensor) -> Three:
     return q, k, v
 
 
-def behind_heads(s: Any, x: Tensor) -> Three:
-    q, k, v = (torch.einsum("bpd,hde->bphe", x, w) + b for w, b in members(s, 1))
-    return q, k, v
-
-
-def behind_heads_at_once(s: Any, x: Tensor) -> Three:
-    q, k, v = (torch.einsum("bpd,hkde->kbphe", x, s.w) + s.b.transpose(0, 1)[:, None, None]).unbind(0)
-    return q, k, v
-
-
-def behind_inputs(s: Any, x: Tensor) -> Three:
-    q, k, v = (torch.einsum("bpd,dhe->bphe", x, w) + b for w, b in members(s))
-    return q, k, v
-
-
-def behind_inputs_at_once(s: Any, x: Tensor) -> Three:
-    q, k, v = (torch.einsum("bpd,kdhe->kbphe", x, s.w) + s.b[:, None, None]).unbind(0)
-    return q, k, v
-
-
 def columns(s: Any, x: Tensor) -> Three:
     q, k, v = (torch.einsum("bpd,hde->bphe", x, s.w) + s.b).chunk(3, -1)
     return q, k, v
@@ -200,39 +142,14 @@ def columns(s: Any, x: Tensor) -> Three:
 TOGETHER = {
     **{first.__name__: through(first, added)
        for first in (by_index, by_part, by_chunk, by_rows, at_once, at_once_by_matmul, head_in_part, layer_of_part)},
-    "layer last": through(by_part, added_by_layer),
     "all at once, layer last": through(at_once, added_by_layer),
 }  # fmt: skip
-BEHIND_HEADS = {first.__name__: through(first, added) for first in (behind_heads, behind_heads_at_once)}
-BEHIND_INPUTS = {first.__name__: through(first, added) for first in (behind_inputs, behind_inputs_at_once)}
 COLUMNS = {"array last": through(columns, added), "layer last": through(columns, added_by_layer)}
 
 
-def heads_second(s: Any, x: Tensor) -> Three:
-    q, k, v = (torch.einsum("bpd,dhe->bphe", x, w) + b for w, b in arrays(s))
-    return q, k, v
-
-
-def heads_second_by_matmul(s: Any, x: Tensor) -> Three:
-    q, k, v = ((x[:, None] @ w.transpose(0, 1)).transpose(1, 2) + b for w, b in arrays(s))
-    return q, k, v
-
-
-def heads_second_flat(s: Any, x: Tensor) -> Three:
-    q, k, v = ((x @ w.flatten(1)).unflatten(-1, (COUNT, SIZE)) + b for w, b in arrays(s))
-    return q, k, v
-
-
-HEADS_SECOND = {
-    "einsum": through(heads_second, added),
-    "matmul": through(heads_second_by_matmul, added),
-    "a layer last": through(heads_second, added_by_layer),
-    "flat": through(heads_second_flat, added_by_matmul),
-}
 AXES_OF_SIZE_ONE: dict[str, Spelled] = {
     "einsum": lambda s, x: added(s, read_by_einsum(*(torch.einsum("bpd,khde->bphe", x, w) + b for w, b in arrays(s)))),
     "matmul": lambda s, x: added(s, read_by_einsum(*((x[:, None] @ w).transpose(1, 2) + b for w, b in arrays(s)))),
-    "index": lambda s, x: added(s, read_by_einsum(*(torch.einsum("bpd,hde->bphe", x, w[0]) + b for w, b in arrays(s)))),
 }
 
 
@@ -244,48 +161,14 @@ def apart(s: Any, x: Tensor) -> Three:
     return q, k, v
 
 
-def in_views(s: Any, x: Tensor) -> Three:
-    q, k, v = (
-        torch.einsum("bpd,hed->bphe", x, layer.weight.view(COUNT, SIZE, -1)) + layer.bias.view(COUNT, SIZE)
-        for layer in (s.q, s.k, s.v)
-    )
-    return q, k, v
-
-
-def chunk_by_chunk(s: Any, x: Tensor) -> Tensor:
-    parts = zip(*(layer(x).chunk(COUNT, -1) for layer in (s.q, s.k, s.v)), strict=True)
-    return sum((read(*part) @ w for part, w in zip(parts, s.wo, strict=True)), start=s.bo)
-
-
-def last_in_views(s: Any, z: Tensor) -> Tensor:
-    return torch.einsum("bqhe,dhe->bqd", z, s.o.weight.view(WIDTH, COUNT, SIZE)) + s.o.bias
-
-
 def flat(s: Any, z: Tensor) -> Tensor:
     return s.o(z.flatten(2))
-
-
-LAYERS_LAST = {
-    "einsum": through(by_einsum, flat),
-    "matmul": through(by_matmul, flat),
-    "views": through(by_einsum, last_in_views),
-}
-LAYERS_FIRST = {
-    "einsum": through(apart, added),
-    "matmul": through(apart, added_by_matmul),
-    "results of heads": through(apart, added_last),
-    "views": through(in_views, added),
-    "chunk by chunk": chunk_by_chunk,
-}
 
 
 # ---- talking heads: matrices over heads before and after the softmax
 
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda z, m: torch.einsum("bhqk,gh->bgqk", z, m),
-    "convolution": lambda z, m: F.conv2d(z, m[:, :, None, None]),
-    "matmul": lambda z, m: (z.permute(0, 2, 3, 1) @ m.T).permute(0, 3, 1, 2),
-    "sum": lambda z, m: (z[:, None] * m[:, :, None, None]).sum(2),
 }
 
 
@@ -300,9 +183,7 @@ def talking(
     return forward
 
 
-TALKING = {name: talking(mix, apart, flat) for name, mix in MIXED.items()}
 TALKING_ARRAYS = {name: talking(mix, by_einsum, added) for name, mix in MIXED.items()} | {
-    "layers": talking(MIXED["einsum"], by_layer, added_by_layer),
     "products": talking(MIXED["einsum"], by_matmul, added_by_matmul),
 }
 
@@ -348,24 +229,7 @@ GROUPED = {
     f"{ways.__name__}, {first.__name__}": grouped(ways, first, added)
     for ways in (repeated, expanded, in_groups, fused_groups)
     for first in (by_einsum, by_matmul, by_layers)
-} | {"layer last": grouped(in_groups, by_einsum, added_by_layer)}
-ONE_FOR_ALL: dict[str, Spelled] = {
-    "einsum": lambda s, x: added(
-        s,
-        torch.einsum(
-            "bhqk,bke->bqhe",
-            (torch.einsum("bqhe,bke->bhqk", torch.einsum("bpd,hde->bphe", x, s.wq) + s.bq, x @ s.wk + s.bk)
-             / math.sqrt(SIZE)).masked_fill(AHEAD, -math.inf).softmax(-1),
-            x @ s.wv + s.bv,
-        ),
-    ),
-    "matmul": lambda s, x: added_by_matmul(
-        s,
-        read(x[:, None] @ s.wq + s.bq[:, None], (x @ s.wk + s.bk)[:, None], (x @ s.wv + s.bv)[:, None]).transpose(1, 2),
-    ),
-}  # fmt: skip
-
-
+} | {}
 # ---- a module for each head
 
 
@@ -398,12 +262,9 @@ def joined_weights(s: Any, x: Tensor) -> Tensor:
 
 
 MODULES: dict[str, Spelled] = {
-    "cat": lambda s, x: s.o(torch.cat(each_head(s, x), -1)),
     "sum": lambda s, x: sum(
         (F.linear(z, w) for z, w in zip(each_head(s, x), s.o.weight.chunk(COUNT, 1), strict=True)), start=s.o.bias
     ),
-    "stack": lambda s, x: s.o(torch.stack(each_head(s, x), 2).flatten(2)),
-    "einsum": lambda s, x: last_in_views(s, torch.stack(each_head(s, x), 2)),
     "stacked parts": stacked_parts,
     "joined weights": joined_weights,
 }
@@ -423,9 +284,6 @@ def relative(scores: Callable[[Any, Tensor], Tensor]) -> Spelled:
 
 RELATIVE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "einsum": lambda s, q: torch.einsum("bhie,ije->bhij", q, s.e[APART]),
-    "embedding": lambda s, q: torch.einsum("bhie,ije->bhij", q, F.embedding(APART, s.e)),
-    "matmul": lambda s, q: (q.transpose(1, 2) @ s.e[APART].mT).transpose(1, 2),
-    "rows": lambda s, q: (q[..., None, :] @ s.e[APART].mT)[..., 0, :],
     "sum": lambda s, q: (q[..., None, :] * s.e[APART]).sum(-1),
 }
 
@@ -451,7 +309,6 @@ def expert_by_expert(s: Any, x: Tensor) -> Tensor:
 
 MIXTURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda y, shares: torch.einsum("bteo,bte->bto", y, shares),
-    "sum": lambda y, shares: (y * shares[..., None]).sum(2),
 }
 
 
@@ -482,22 +339,12 @@ HEAD_CASES: dict[str, Function] = {
     "heads in arrays": Function(FIRST | LAST, steps(WIDTH, 4), 48, ARRAYS),
     "queries, keys, values in an array": Function(LAST | both((3, COUNT, WIDTH, SIZE), (3, COUNT, SIZE)),
         steps(WIDTH, 4), 48, TOGETHER),
-    "an array, parts behind heads": Function(LAST | both((COUNT, 3, WIDTH, SIZE), (COUNT, 3, SIZE)), steps(WIDTH, 4),
-        48, BEHIND_HEADS),
-    "an array, heads behind inputs": Function(LAST | both((3, WIDTH, COUNT, SIZE), (3, COUNT, SIZE)), steps(WIDTH, 4),
-        48, BEHIND_INPUTS),
     "an array, parts behind inputs": Function(LAST | both((COUNT, WIDTH, 3 * SIZE), (COUNT, 3 * SIZE)),
         steps(WIDTH, 4), 48, COLUMNS),
-    "arrays, heads behind inputs": Function(LAST | three((WIDTH, COUNT, SIZE), (COUNT, SIZE)), steps(WIDTH, 4), 48,
-        HEADS_SECOND),
     "arrays, axes of size 1": Function(LAST | three((1, COUNT, WIDTH, SIZE), (1, 1, COUNT, SIZE)), steps(WIDTH, 4), 48,
         AXES_OF_SIZE_ONE),
-    "heads in arrays, then a layer": Function(FIRST | OUT, steps(WIDTH, 4), 48, LAYERS_LAST),
-    "layers, then heads in an array": Function(FLAT | LAST, steps(WIDTH, 4), 48, LAYERS_FIRST),
     "grouped queries in arrays": Function(LAST | {"wo": parameter(4, SIZE, WIDTH)} | GROUPS, steps(WIDTH, 4), 48,
         GROUPED),
-    "one head of keys, arrays": Function(LAST | ONE_KEY, steps(WIDTH, 4), 24, ONE_FOR_ALL),
-    "talking heads": Function(FLAT | OUT | BETWEEN, steps(WIDTH, 4), 52, TALKING),
     "talking heads in arrays": Function(FIRST | LAST | BETWEEN, steps(WIDTH, 4), 52, TALKING_ARRAYS),
     "a module for each head": Function({"heads": lambda: nn.ModuleList(Head() for _ in range(COUNT))} | OUT,
         steps(WIDTH, 4), 48, MODULES),

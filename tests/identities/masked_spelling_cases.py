@@ -74,15 +74,6 @@ def fused(mask: Callable[[Tensor], Tensor]) -> Spelled:
     return forward
 
 
-def fused_over_both(mask: Callable[[Tensor, int], Tensor]) -> Spelled:
-    def forward(s: Any, x: Tensor, m: Tensor) -> Tensor:
-        q, k, v = (flattened(layer(x)) for layer in (s.q, s.k, s.v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask(m, len(x)))
-        return s.o(y.view(len(x), COUNT, STEPS, SIZE).transpose(1, 2).flatten(2))
-
-    return forward
-
-
 def between_views(s: Any, x: Tensor, m: Tensor) -> Tensor:
     q, k, v = (flattened(layer(x)) for layer in (s.q, s.k, s.v))
     scores = (q @ k.mT / math.sqrt(SIZE)).view(len(x), COUNT, STEPS, STEPS) + m[:, None]
@@ -98,20 +89,11 @@ SAMPLES: dict[str, Spelled] = {
     "added between views": between_views,
     "expanded": merged(expanded),
     "expanded, as torch": merged(expanded, as_torch),
-    "repeated": merged(lambda m, n: m[:, None].repeat(1, COUNT, 1, 1).flatten(0, 1)),
-    "repeated one by one": merged(lambda m, n: m.repeat_interleave(COUNT, 0)),
-    "stacked": merged(lambda m, n: torch.stack([m] * COUNT, 1).flatten(0, 1)),
-    "joined": merged(lambda m, n: torch.cat([m[:, None]] * COUNT, 1).reshape(-1, STEPS, STEPS)),
     "added": added,
-    "fused over both": fused_over_both(lambda m, n: m.repeat_interleave(COUNT, 0)),
-    "indexed": merged(lambda m, n: m[torch.arange(n).repeat_interleave(COUNT)]),
 }
 OF_HEADS: dict[str, Spelled] = {
     "fused": fused(lambda m: m[None]),
     "repeated": merged(lambda m, n: m.repeat(n, 1, 1)),
-    "expanded": merged(lambda m, n: m.expand(n, -1, -1, -1).reshape(-1, STEPS, STEPS)),
-    "expanded, as torch": merged(lambda m, n: m.expand(n, -1, -1, -1).flatten(0, 1), as_torch),
-    "fused over both": fused_over_both(lambda m, n: m.repeat(n, 1, 1)),
 }
 
 # ---- learned queries, of which one matrix holds the weights together with those of keys and values
@@ -129,25 +111,17 @@ def packed(cut: Callable[[Any], Any], expand: Callable[[Tensor, Tensor], Tensor]
     return forward
 
 
-def by_torch(s: Any, x: Tensor) -> Tensor:
-    hidden, learned = torch.tanh(s.x(x)).transpose(0, 1), s.i[:, None].expand(-1, len(x), -1)
-    given = learned, hidden, hidden, 4, 2, s.w, s.b, None, None, False, 0.0, s.o.weight, s.o.bias
-    return F.multi_head_attention_forward(*given)[0].transpose(0, 1)
-
-
 CUTS: dict[str, Callable[[Any], Any]] = {
     "chunk": lambda s: zip(s.w.chunk(3), s.b.chunk(3), strict=True),
     "slices": lambda s: [(s.w[:4], s.b[:4]), (s.w[4:8], s.b[4:8]), (s.w[8:], s.b[8:])],
-    "unflatten": lambda s: zip(s.w.view(3, 4, 4), s.b.view(3, 4), strict=True),
 }
 EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "expanded": lambda i, x: i.expand(len(x), -1, -1),
-    "repeated": lambda i, x: i[None].repeat(len(x), 1, 1),
     "stacked": lambda i, x: torch.stack([i] * len(x)),
 }
 LEARNED: dict[str, Spelled] = {
     f"{cut}, {how}": packed(CUTS[cut], EXPANDED[how]) for cut in CUTS for how in EXPANDED
-} | {"by torch": by_torch}
+} | {}
 
 # ---- attention over the edges of a graph
 
@@ -160,11 +134,6 @@ def graphs(samples: int) -> tuple[Tensor, ...]:
     return torch.randn(5 * samples, WIDTH, dtype=torch.float64), edges
 
 
-def graphs_with_edges(samples: int) -> tuple[Tensor, ...]:
-    x, edges = graphs(samples)
-    return x, edges, torch.randn(edges.shape[1], 5, dtype=torch.float64)
-
-
 def by_index_add(p: Tensor, ends: Tensor, count: int) -> Tensor:
     return p.new_zeros(count, *p.shape[1:]).index_add(0, ends, p)
 
@@ -172,15 +141,6 @@ def by_index_add(p: Tensor, ends: Tensor, count: int) -> Tensor:
 def by_scatter(p: Tensor, ends: Tensor, count: int) -> Tensor:
     wide = ends.view(-1, *[1] * (p.ndim - 1)).expand_as(p)
     return torch.zeros(count, *p.shape[1:], dtype=p.dtype).scatter_add_(0, wide, p)
-
-
-def by_reduction(p: Tensor, ends: Tensor, count: int) -> Tensor:
-    wide = ends[:, None].expand_as(p) if p.ndim == 2 else ends[:, None, None].expand_as(p)
-    return torch.zeros(count, *p.shape[1:], dtype=p.dtype).scatter_reduce(0, wide, p, "sum")
-
-
-def by_index_put(p: Tensor, ends: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, *p.shape[1:], dtype=p.dtype).index_put((ends,), p, accumulate=True)
 
 
 Added = Callable[[Tensor, Tensor, int], Tensor]
@@ -195,18 +155,6 @@ def shares(z: Tensor, ends: Tensor, count: int, add: Added, least: bool = False)
         p = (z - most.index_select(0, ends)).exp()
         return p / (add(p, ends, count) + 1e-16).index_select(0, ends)
     return z.exp() / add(z.exp(), ends, count)[ends]
-
-
-def over_edges(add: Added, least: bool = False) -> Spelled:
-    def forward(s: Any, x: Tensor, edges: Tensor, features: Tensor | None = None) -> Tensor:
-        begins, ends = edges
-        q, k, v = (layer(x).view(-1, COUNT, SIZE) for layer in (s.q, s.k, s.v))
-        more = 0.0 if features is None else s.e(features).view(-1, COUNT, SIZE)
-        z = (q[ends] * (k[begins] + more)).sum(-1) / math.sqrt(SIZE)
-        read = (v[begins] + more) * shares(z, ends, len(x), add, least)[..., None]
-        return s.o(add(read, ends, len(x)).flatten(1))
-
-    return forward
 
 
 def both_ends(add: Added, least: bool = False) -> Spelled:
@@ -230,12 +178,8 @@ def to_graphs(add: Added, least: bool = False) -> Spelled:
 
 EDGES: dict[str, tuple[Added, bool]] = {
     "scatter_add, with maxima": (by_scatter, True),
-    "scatter_reduce, with maxima": (by_reduction, True),
-    "index_add, with maxima": (by_index_add, True),
     "index_add": (by_index_add, False),
     "scatter_add": (by_scatter, False),
-    "scatter_reduce": (by_reduction, False),
-    "index_put": (by_index_put, False),
 }
 
 # ---- units of a head on two axes of one layer's outputs
@@ -258,8 +202,6 @@ def one_axis(s: Any, x: Tensor) -> Tensor:
 TWO_AXES: dict[str, Spelled] = {
     "one axis": one_axis,
     "unbind": two_axes(lambda y: y.view(*y.shape[:2], 3, COUNT, 2, 2).unbind(2)),
-    "permute": two_axes(lambda y: y.view(*y.shape[:2], 3, COUNT, 2, 2).permute(2, 0, 1, 3, 4, 5)),
-    "chunk": two_axes(lambda y: [own.view(*y.shape[:2], COUNT, 2, 2) for own in y.chunk(3, -1)]),
 }
 
 # ---- differences of two softmaxes
@@ -268,11 +210,6 @@ TWO_AXES: dict[str, Spelled] = {
 def scores_of_pairs(s: Any, x: Tensor) -> Tensor:
     q, k = (layer(x).unflatten(-1, (2 * COUNT, 2)).transpose(1, 2) for layer in (s.q, s.k))
     return (q @ k.mT).softmax(-1)
-
-
-def pairs_apart(s: Any, x: Tensor) -> Tensor:
-    weights = scores_of_pairs(s, x).unflatten(1, (COUNT, 2))
-    return s.o(((weights[:, :, 0] - s.t * weights[:, :, 1]) @ apart(s.v(x))).transpose(1, 2).flatten(2))
 
 
 def pairs_strided(s: Any, x: Tensor) -> Tensor:
@@ -286,13 +223,8 @@ def pairs_chunked(s: Any, x: Tensor) -> Tensor:
     return s.o(((one - s.t * two) @ v).transpose(1, 2).flatten(2))
 
 
-def pairs_after(s: Any, x: Tensor) -> Tensor:
-    y = (scores_of_pairs(s, x) @ apart(s.v(x)).repeat_interleave(2, 1)).unflatten(1, (COUNT, 2))
-    return s.o((y[:, :, 0] - s.t * y[:, :, 1]).transpose(1, 2).flatten(2))
-
-
 PAIRS: dict[str, Spelled] = {
-    "chunk": pairs_chunked, "unflatten": pairs_apart, "strides": pairs_strided, "results": pairs_after,
+    "chunk": pairs_chunked, "strides": pairs_strided,
 }  # fmt: skip
 
 # ---- gains that a function keeps positive
@@ -303,16 +235,12 @@ def gained(gain: Callable[[Any, Tensor], Tensor]) -> Spelled:
 
 
 LOG_GAINS: dict[str, Spelled] = {
-    "product": gained(lambda s, x: s.a(x) * s.w.exp()),
     "quotient": gained(lambda s, x: s.a(x) / torch.exp(-s.w)),
     "rows of the weight": gained(lambda s, x: F.linear(x, s.a.weight * s.w[:, None].exp(), s.a.bias * s.w.exp())),
-    "einsum": gained(lambda s, x: torch.einsum("btd,d->btd", s.a(x), torch.exp(s.w))),
-    "expanded": gained(lambda s, x: s.a(x) * s.w.expand(1, 1, -1).exp()),
 }
 SOFT_GAINS: dict[str, Spelled] = {
     "product": lambda s, x: s.b(torch.tanh(s.a(x)) * F.softplus(s.w)),
     "columns of the weight": lambda s, x: F.linear(torch.tanh(s.a(x)), s.b.weight * F.softplus(s.w), s.b.bias),
-    "einsum": lambda s, x: s.b(torch.einsum("btd,d->btd", torch.tanh(s.a(x)), F.softplus(s.w))),
 }
 
 
@@ -326,8 +254,6 @@ def log_temperature(scores: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
 
 TEMPERATURES: dict[str, Spelled] = {
     "scores": log_temperature(lambda s, q, k: q @ k.mT * s.t.exp()),
-    "queries": log_temperature(lambda s, q, k: (q * s.t.exp()) @ k.mT),
-    "keys": log_temperature(lambda s, q, k: q @ (torch.exp(s.t) * k).mT),
     "quotient": log_temperature(lambda s, q, k: q @ k.mT / (-s.t).exp()),
 }
 
@@ -345,13 +271,11 @@ def remembered(expand: Callable[[Tensor, int], Tensor]) -> Spelled:
 
 MEMORY: dict[str, Spelled] = {
     "expanded": remembered(lambda own, n: own.expand(n, -1, -1, -1)),
-    "repeated": remembered(lambda own, n: own[None].repeat(n, 1, 1, 1)),
     "stacked": remembered(lambda own, n: torch.stack([own] * n)),
 }
 
 FLAT = {name: of(L, WIDTH, COUNT * SIZE) for name in ("q", "k", "v")} | {"o": of(L, COUNT * SIZE, WIDTH)}
 MASKED: dict[str, Function] = {
-    "a mask for all heads": Function(FLAT, inputs, 48, SAMPLES),
     "numbers for each head": Function(FLAT, inputs_of_heads, 48, OF_HEADS),
     "learned queries": Function(
         {"i": parameter(9, 4), "w": parameter(12, 4), "b": parameter(12), "x": of(L, 6, 4), "o": of(L, 4, 4)},
@@ -366,9 +290,6 @@ MASKED: dict[str, Function] = {
     "temperatures as exponentials": Function(FLAT | {"t": parameter(COUNT, 1, 1)}, steps(WIDTH, 4), 50, TEMPERATURES),
     "learned keys and values": Function(FLAT | {name: parameter(COUNT, 5, SIZE) for name in ("mk", "mv")},
         steps(WIDTH, 4), 48, MEMORY),
-    "attention over edges": Function(FLAT, graphs, 48, {name: over_edges(*how) for name, how in EDGES.items()}),
-    "attention over edges with features": Function(FLAT | {"e": of(L, 5, COUNT * SIZE)}, graphs_with_edges, 36,
-        {name: over_edges(*how) for name, how in EDGES.items()}),
     "attention by both ends of edges": Function(
         {name: FLAT[name] for name in "qko"} | {"a": parameter(1, COUNT, SIZE), "b": parameter(COUNT * SIZE)}, graphs,
         6, {name: both_ends(*how) for name, how in EDGES.items()}),

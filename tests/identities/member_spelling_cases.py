@@ -54,17 +54,6 @@ def in_place(s: Any, x: Tensor) -> Tensor:
     return s.m[0][1](h) @ w.mT + c.unsqueeze(1)
 
 
-def one_by_one(s: Any, x: Tensor) -> Tensor:
-    v, b, w, c = stacks(s)
-    return torch.stack([F.linear(s.m[0][1](F.linear(x, v[i], b[i])), w[i], c[i]) for i in range(3)])
-
-
-def one_matrix(s: Any, x: Tensor) -> Tensor:
-    v, b, w, c = stacks(s, torch.cat)
-    h = s.m[0][1](F.linear(x, v, b)).unflatten(-1, (3, -1))
-    return (torch.einsum("bmi,moi->bmo", h, w.unflatten(0, (3, -1))) + c.view(3, -1)).transpose(0, 1)
-
-
 def diagonal(s: Any, x: Tensor) -> Tensor:
     v, b, _, c = stacks(s, torch.cat)
     h = s.m[0][1](F.linear(x, v, b))
@@ -109,8 +98,8 @@ def mixture(run: Spelled) -> Spelled:
     return lambda s, x: torch.einsum("mbo,bm->bo", run(s, x), s.g(x).softmax(-1))
 
 
-RUNS: dict[str, Spelled] = {"loop": loop, "einsum": einsum, "bmm": bmm, "in place": in_place, "one by one": one_by_one,
-    "one matrix": one_matrix, "diagonal": diagonal}  # fmt: skip
+RUNS: dict[str, Spelled] = {"loop": loop, "bmm": bmm,
+    "diagonal": diagonal}  # fmt: skip
 ARRAYS = {"v": (3, 4, 5), "b": (3, 4), "w": (3, 2, 4), "c": (3, 2)}
 TANH = of_members(lambda: nn.Sequential(L(5, 4), nn.Tanh(), L(4, 2)))
 RELU = of_members(lambda: nn.Sequential(L(5, 4), nn.ReLU(), L(4, 2)))
@@ -132,9 +121,6 @@ SIGMAS: dict[str, Callable[[Any], Tensor]] = {
     "vectors": lambda s: s.u @ s.a.weight @ s.v,
     "dot": lambda s: torch.dot(s.u, torch.mv(s.a.weight, s.v)),
     "einsum": lambda s: torch.einsum("i,ij,j->", s.u, s.a.weight, s.v),
-    "sum": lambda s: (s.u[:, None] * s.a.weight * s.v).sum(),
-    "layer": lambda s: (F.linear(s.v, s.a.weight) * s.u).sum(),
-    "transposed": lambda s: s.v @ s.a.weight.T @ s.u,
     "matrices": lambda s: s.u[None] @ s.a.weight @ s.v[:, None],
 }
 POWERS: dict[str, Any] = {"a": lambda: L(5, 4), "b": lambda: L(4, 3), "u": torch.randn(4), "v": torch.randn(5)}
@@ -148,14 +134,10 @@ def divided(sigma: Callable[[Any], Tensor]) -> Spelled:
 LARGEST: dict[str, Callable[[Tensor], Tensor]] = {
     "differences": lambda z: (z - z.amax(-1, keepdim=True)).exp(),
     "quotient": lambda z: z.exp() / z.exp().amax(-1, keepdim=True),
-    "values": lambda z: z.exp() / z.exp().max(-1, keepdim=True).values,
-    "exponential of the largest": lambda z: z.exp() / z.amax(-1, keepdim=True).exp(),
-    "product": lambda z: z.exp() * (-z.amax(-1, keepdim=True)).exp(),
 }
 ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "logsumexp": lambda x, y: torch.stack([x, y]).logsumexp(0),
     "logaddexp": torch.logaddexp,
-    "log": lambda x, y: (x.exp() + y.exp()).log(),
 }
 
 MEMBERS: dict[str, Function] = {
@@ -174,5 +156,5 @@ MEMBERS: dict[str, Function] = {
         each({"loop": loop, "groups": in_groups}, mean), samples=40),
     "members in arrays": Function({name: lambda sizes=sizes: nn.Parameter(torch.randn(sizes))
         for name, sizes in ARRAYS.items()}, vectors, 4, each({"sum": lambda y: y.sum(0) / 3,
-        "mean": lambda y: y.mean(0), "chain": lambda y: (y[0] + y[1] + y[2]) / 3}, in_arrays), samples=120),
+        "mean": lambda y: y.mean(0), }, in_arrays), samples=120),
 }  # fmt: skip

@@ -24,9 +24,7 @@ def vectors(samples: int) -> tuple[Tensor, ...]:
 
 MEMBERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "broadcast": lambda s, x: s.b(torch.relu(s.a(x)[:, None] * s.r) * s.t) * s.u,
-    "expanded": lambda s, x: s.b(torch.relu(s.a(x)[:, None].expand(-1, 3, -1) * s.r[None]) * s.t[None]) * s.u,
     "matmul": lambda s, x: ((torch.relu(s.a(x)[:, None] * s.r) * s.t) @ s.b.weight.T + s.b.bias) * s.u,
-    "einsum": lambda s, x: s.b(torch.einsum("bmi,mi->bmi", torch.relu(s.a(x)[:, None] * s.r), s.t)) * s.u,
 }
 
 # The same gains behind two layers.
@@ -39,13 +37,8 @@ TWICE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 SECOND: dict[str, Callable[[Tensor], Tensor]] = {
-    "squares": lambda v: 0.5 * (v.sum(1) ** 2 - (v**2).sum(1)).sum(-1),
-    "pow": lambda v: (v.sum(1).pow(2) - v.pow(2).sum(1)).sum(1) / 2,
-    "summed apart": lambda v: 0.5 * (v.sum(1).square().sum(-1) - v.square().sum((1, 2))),
     "products": lambda v: 0.5 * (v.sum(1) * v.sum(1) - (v * v).sum(1)).sum(-1),
-    "negative": lambda v: -0.5 * ((v * v).sum(1) - v.sum(1).square()).sum(1),
     "pairs": lambda v: 0.5 * (torch.einsum("bie,bje->b", v, v) - v.square().sum((1, 2))),
-    "kept": lambda v: (0.5 * (v.sum(1, keepdim=True) ** 2 - (v**2).sum(1, keepdim=True))).sum(-1)[:, 0],
 }
 
 
@@ -57,10 +50,7 @@ def machine(second: Callable[[Tensor], Tensor]) -> Spelled:
 
 POOLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "view of the product": lambda a, b: (a * b).view(-1, 4, 3).sum(-1),
-    "unflattened product": lambda a, b: (a * b).unflatten(1, (4, 3)).sum(2),
-    "product of views": lambda a, b: (a.view(-1, 4, 3) * b.view(-1, 4, 3)).sum(-1),
     "einsum": lambda a, b: torch.einsum("bgr,bgr->bg", a.view(-1, 4, 3), b.view(-1, 4, 3)),
-    "matmul": lambda a, b: (a.view(-1, 4, 1, 3) @ b.view(-1, 4, 3, 1)).flatten(1),
 }
 
 
@@ -72,23 +62,16 @@ def two_vectors(samples: int) -> tuple[Tensor, ...]:
 
 
 ONES: dict[str, Callable[[Tensor], Tensor]] = {
-    "cat": lambda x: torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], -1),
     "pad": lambda x: F.pad(x, (0, 1), value=1.0),
-    "new_ones": lambda x: torch.cat([x, x.new_ones(x.shape[0], 1)], 1),
-    "ones_like": lambda x: torch.hstack([x, torch.ones_like(x[:, :1])]),
-    "expanded": lambda x: torch.cat([x, torch.full((1, 1), 1.0, dtype=x.dtype).expand(len(x), 1)], -1),
     "written": lambda x: x.new_ones(len(x), x.shape[1] + 1).index_copy(1, torch.arange(x.shape[1]), x),
 }
 TIMES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "ones": lambda h, t: torch.cat([h, t * torch.ones_like(h[:, :1])], -1),
     "new_full": lambda h, t: torch.cat([h, h.new_full((len(h), 1), t)], -1),
-    "pad": lambda h, t: F.pad(h, (0, 1), value=t),
-    "zeros": lambda h, t: torch.cat([h, torch.zeros_like(h[:, :1]) + t], -1),
 }
 POSITIONS = torch.randn(3, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 PLACED: dict[str, Callable[[Tensor], Tensor]] = {
     "expand": lambda x: torch.cat([x, POSITIONS.expand(len(x), -1, -1)], -1),
-    "repeat": lambda x: torch.cat([x, POSITIONS[None].repeat(len(x), 1, 1)], -1),
     "added": lambda x: torch.cat([x, x.new_zeros(*x.shape[:2], 2) + POSITIONS], 2),
 }
 
@@ -122,13 +105,6 @@ def set_parts(memory: Tensor, places: Tensor, value: Tensor) -> Tensor:
 
 
 BOTH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cat": lambda a, b: torch.cat([a, b], -1),
-    "index_add": put(lambda y, places, a: y.index_add(1, places, a)),
-    "index_copy": put(lambda y, places, a: y.index_copy(1, places, a)),
-    "index_put": put(lambda y, places, a: y.index_put((torch.arange(len(a))[:, None], places), a)),
-    "scatter": put(lambda y, places, a: y.scatter(1, places.expand(len(a), -1), a)),
-    "scatter_add": put(lambda y, places, a: y.scatter_add(1, places.expand(len(a), -1), a)),
-    "scatter_reduce": put(lambda y, places, a: y.scatter_reduce(1, places.expand(len(a), -1), a, "sum")),
     "slice_scatter": put(lambda y, places, a: torch.slice_scatter(y, a, 1, int(places[0]), int(places[-1]) + 1)),
     "set": put(set_parts),
 }
@@ -155,10 +131,6 @@ def decoded(cell: Callable[[Any, Tensor, Tensor], Any]) -> Spelled:
 
 DECODERS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "cat": lambda s, c, h: s.w(torch.cat([c, h], -1)).chunk(4, -1),
-    "view": lambda s, c, h: s.w(torch.hstack([c, h])).view(len(c), 4, -1).unbind(1),
-    "four layers": lambda s, c, h: [
-        F.linear(torch.cat([c, h], -1), *own) for own in zip(s.w.weight.chunk(4), s.w.bias.chunk(4), strict=True)
-    ],
     "two products": lambda s, c, h: (c @ s.w.weight[:, :4].T + F.linear(h, s.w.weight[:, 4:], s.w.bias)).split(4, -1),
 }
 
@@ -175,11 +147,6 @@ def gated(cell: Callable[[Any, Tensor, Tensor], Tensor]) -> Spelled:
     return forward
 
 
-def by_products(s: Any, x: Tensor, h: Tensor) -> Tensor:
-    gate = torch.sigmoid(F.linear(x, s.z.weight[:, :6]) + F.linear(h, s.z.weight[:, 6:], s.z.bias))
-    return h + gate * (torch.tanh(F.linear(x, s.n.weight[:, :6], s.n.bias) + (gate * h) @ s.n.weight[:, 6:].T) - h)
-
-
 def by_cat(s: Any, x: Tensor, h: Tensor) -> Tensor:
     gate = torch.sigmoid(s.z(torch.cat([x, h], -1)))
     return (1 - gate) * h + gate * torch.tanh(s.n(torch.cat([x, gate * h], -1)))
@@ -187,7 +154,6 @@ def by_cat(s: Any, x: Tensor, h: Tensor) -> Tensor:
 
 MINIMAL: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "cat": by_cat,
-    "products": by_products,
     "lerp": lambda s, x, h: torch.lerp(h, s.n(torch.hstack([x, h * s.z(torch.hstack([x, h])).sigmoid()])).tanh(),
         s.z(torch.hstack([x, h])).sigmoid()),
 }  # fmt: skip
@@ -226,8 +192,6 @@ def heads(
 
 STATES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "new_zeros": lambda s, x: x.new_zeros(len(x), 5),
-    "zeros_like": lambda s, x: torch.zeros_like(s.x(x[:, 0])),
-    "zeros": lambda s, x: torch.zeros(len(x), 5, dtype=x.dtype),
     "product": lambda s, x: 0 * s.x(x[:, 0]),
 }
 
@@ -273,7 +237,6 @@ MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 RELATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "einsum": lambda a, r, b: torch.einsum("bi,bij,bj->b", a, r.view(-1, 3, 3), b),
-    "bmm": lambda a, r, b: (a[:, None] @ r.view(-1, 3, 3) @ b[..., None]).flatten(),
     "sum": lambda a, r, b: (a * (r.unflatten(-1, (3, 3)) @ b[..., None])[..., 0]).sum(-1),
 }
 
@@ -288,7 +251,6 @@ def edges(samples: int) -> tuple[Tensor, ...]:
 
 MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda w, h: torch.einsum("bijuv,bjv->biu", w.unflatten(-1, (4, 3)), h),
-    "matmul": lambda w, h: (w.unflatten(-1, (4, 3)) @ h[:, None, ..., None])[..., 0].sum(2),
     "sum": lambda w, h: (w.view(*w.shape[:3], 4, 3) * h[:, None, :, None]).sum((2, 4)),
 }
 
@@ -297,8 +259,6 @@ MESSAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 GENERATED: dict[str, Callable[[Any, Tensor], Any]] = {
     "twice": lambda s, z: [s.g(own).view(-1, 4, 4) for own in (z, z.tanh())],
     "stacked": lambda s, z: s.g(torch.stack([z, z.tanh()], 1)).view(-1, 2, 4, 4).unbind(1),
-    "samples": lambda s, z: s.g(torch.cat([z, z.tanh()])).unflatten(-1, (4, 4)).chunk(2),
-    "matmul": lambda s, z: [(own @ s.g.weight.mT + s.g.bias).unflatten(1, (4, 4)) for own in (z, z.tanh())],
 }
 
 
@@ -314,35 +274,29 @@ def two_layers(makes: Callable[[Any, Tensor], Any]) -> Spelled:
 
 FAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda w, made: w + w * made,
-    "product": lambda w, made: w * (1 + made),
     "addcmul": lambda w, made: torch.addcmul(w, w, made),
-    "numbers": lambda w, made: (made + torch.ones(4, 6, dtype=w.dtype)) * w,
 }
 
 # Rows of weights that a layer makes of learned vectors.
 LEARNED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "einsum": lambda s, x: torch.einsum("bi,koi->bko", x, s.g(s.e).view(5, 4, 6)),
     "loop": lambda s, x: torch.stack([F.linear(x, s.g(own).view(4, 6)) for own in s.e], 1),
-    "rows": lambda s, x: torch.stack([F.linear(x, own) for own in s.g(s.e).unflatten(1, (4, 6))], 1),
 }
 
 # Kernels that a layer makes for each image.
 FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "windows": lambda w, x: torch.einsum("bchwij,bocij->bohw", x.unfold(2, 2, 1).unfold(3, 2, 1), w),
     "loop": lambda w, x: torch.cat([F.conv2d(x[i : i + 1], w[i]) for i in range(len(w))]),
-    "groups": lambda w, x: F.conv2d(x.reshape(1, -1, 4, 4), w.reshape(-1, 3, 2, 2), groups=len(x)).view(-1, 4, 3, 3),
 }
 
 # Two layers make a matrix: one of them its rows, the other its columns.
 STAGES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "einsum": lambda s, a, h: torch.einsum("bi,bio->bo", h, s.c(a.view(-1, 3, 4))),
-    "matmul": lambda s, a, h: (h[:, None] @ s.c(a.unflatten(-1, (3, 4)))).flatten(1),
     "sum": lambda s, a, h: (h[..., None] * (a.view(-1, 3, 4) @ s.c.weight.t() + s.c.bias)).sum(1),
 }
 
 # Shares of experts, of which the two best are chosen.
 BEST: dict[str, Callable[[Tensor], Tensor]] = {
-    "shares": lambda g: torch.zeros_like(g).scatter(-1, g.topk(2).indices, g.topk(2).values.softmax(-1)),
     "low numbers": lambda g: torch.full_like(g, -math.inf).scatter(-1, g.topk(2)[1], g.topk(2)[0]).softmax(-1),
     "least": lambda g: g.masked_fill(g < g.topk(2).values[..., -1:], -math.inf).softmax(-1),
     "not less": lambda g: torch.where(g >= g.topk(2, -1)[0][..., 1, None], g, -math.inf).softmax(-1),
@@ -360,8 +314,6 @@ def chosen(shares: Callable[[Tensor], Tensor]) -> Spelled:
 
 # Linear attention to earlier steps: q, k, v of shape (samples, heads, steps, units).
 EARLIER: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "triangle": lambda q, k, v: torch.tril(q @ k.mT) @ v,
-    "sums": lambda q, k, v: torch.einsum("bhtc,bhtcd->bhtd", q, torch.einsum("bhtc,bhtd->bhtcd", k, v).cumsum(2)),
     "sums of columns": lambda q, k, v: ((v[..., None] * k[..., None, :]).cumsum(2) @ q[..., None])[..., 0],
     "mask": lambda q, k, v: (q @ k.mT).masked_fill(torch.ones(6, 6).triu(1).bool(), 0) @ v,
 }
@@ -377,11 +329,8 @@ def linear_attention(read: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelle
 
 # A rectifier of each unit and of its negative.
 BOTH_SIGNS: dict[str, Callable[[Tensor], Tensor]] = {
-    "joined": lambda h: torch.cat([F.relu(h), F.relu(-h)], -1),
-    "together": lambda h: F.relu(torch.cat([h, -h], -1)),
     "clamped": lambda h: torch.cat([h.clamp(min=0), -h.clamp(max=0)], -1),
     "least": lambda h: torch.cat([h.clamp_min(0), h.neg().clamp_min(0)], -1),
-    "stack": lambda h: torch.stack([h, -h], 1).relu().flatten(1),
     "sizes": lambda h: torch.cat([h.abs() + h, h.abs() - h], -1) / 2,
 }
 
@@ -394,10 +343,6 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def edge_kinds(samples: int) -> tuple[Tensor, ...]:
-    return torch.randn(samples, 4, 6, dtype=torch.float64), torch.randint(3, (samples, 4, 4))
-
-
 KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one hot": lambda s, kind: s.e(F.one_hot(kind, 3).double()),
     "index": lambda s, kind: s.e.weight.mT[kind] + s.e.bias,
@@ -406,11 +351,6 @@ KINDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 PUBLISHED: dict[str, Function] = {
-    "codes in distances and as values": Function({"a": of(L, 6, 2), "c": parameter(7, 2), "o": of(L, 2, 3)}, vectors, 3,
-        each(DISTANCES, lambda far: lambda s, x: s.o((-far(s.a(x), s.c)).softmax(-1) @ s.c)), samples=200),
-    "edges of several kinds": Function({"a": of(L, 6, 4), "e": of(L, 3, 4), "o": of(L, 4, 3)}, edge_kinds, 12,
-        each(KINDS, lambda kinds: lambda s, x, k: s.o(F.relu(s.a(x)[:, :, None] + s.a(x)[:, None] + kinds(s, k)).sum(2))
-        ), samples=100),
     "rectifiers of both signs": Function({"a": of(L, 6, 4), "b": of(L, 8, 5)}, vectors, 4,
         each(BOTH_SIGNS, lambda both: lambda s, x: s.b(both(s.a(x)))), samples=100),
     "the best of experts": Function({"g": of(L, 6, 3), "u": parameter(3, 4, 6), "v": parameter(3, 5, 4)}, vectors, 19,
@@ -432,10 +372,6 @@ PUBLISHED: dict[str, Function] = {
         lambda made: lambda s, x, z: s.o(torch.tanh(made(s, torch.tanh(s.a(z)), torch.tanh(s.p(x)))))), samples=80),
     "ones beside inputs": Function({"a": of(L, 7, 5, bias=False), "n": of(nn.LayerNorm, 5), "o": of(L, 5, 6)}, vectors,
         29, each(ONES, lambda join: lambda s, x: s.o(s.n(s.a(join(x)))))),
-    "ones beside units": Function({"a": of(L, 6, 5), "b": of(L, 6, 7, bias=False)}, vectors, 30, each(ONES,
-        lambda join: lambda s, x: s.b(join(s.a(x))))),
-    "ones and a bias": Function({"a": of(L, 6, 5), "b": of(L, 6, 7)}, vectors, 37, each(ONES,
-        lambda join: lambda s, x: s.b(join(s.a(x))))),
     "times of a solver": Function({"i": of(L, 6, 4), "a": of(L, 5, 5), "b": of(L, 5, 4), "o": of(L, 4, 6)}, vectors,
         24, each(TIMES, solved)),
     "positions beside units": Function({"i": of(L, 6, 5), "a": of(L, 7, 5), "b": of(L, 5, 6)}, steps(6), 30, each(
@@ -453,14 +389,6 @@ PUBLISHED: dict[str, Function] = {
     "a layer between gains of members": Function({"a": of(L, 6, 5), "r": parameter(3, 5), "b": of(L, 5, 5),
         "o": of(L, 5, 4)}, steps(6), 15, each(TWICE, lambda layer: layer)),
     "factorisation machine": Function({"v": parameter(6, 3), "l": of(L, 6, 1)}, vectors, 3, each(SECOND, machine)),
-    "heads, cut and joined": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 5)}, steps(8, 4), 36,
-        each(CUT, lambda cut: heads(cut, torch.relu)), samples=60),
-    "heads, cut and joined, linear": Function({name: of(L, 8, 6) for name in "qkvr"} | {"o": of(L, 6, 7)}, steps(8, 4),
-        54, each(CUT, lambda cut: heads(cut, lambda h: h)), samples=60),
-    "hypernetwork": Function({"g": of(L, 5, 43)}, two_vectors, 4,
-        each(TARGETS, lambda made: lambda s, x, z: made(s.g(z), x)), samples=200),
-    "weights that a layer and tanh make": Function({"g": of(L, 5, 21), "p": of(L, 6, 3), "o": of(L, 7, 8)}, two_vectors,
-        1, each(MADE, lambda made: lambda s, x, z: s.o(torch.relu(made(s.g(z), leaky(s.p(x)))))), samples=80),
     "relation matrices": Function({"e": of(nn.Embedding, 5, 3), "r": of(nn.Embedding, 5, 9)}, triples, 9,
         each(RELATIONS, lambda score: lambda s, t: score(s.e(t[:, 0]), s.r(t[:, 1]), s.e(t[:, 2]))), samples=400),
     "edge network": Function({"e": of(L, 5, 12), "p": of(L, 8, 3), "o": of(L, 4, 6)}, edges, 7,

@@ -102,31 +102,6 @@ def fused(**mask: Any) -> Spelled:
     return lambda s, x: s.o(joined(F.scaled_dot_product_attention(*qkv(s, x), **mask)))
 
 
-def attention_by_einsum(s: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(s, x)
-    weights = hidden(torch.einsum("bhqe,bhke->bhqk", q, k) / math.sqrt(q.shape[-1])).softmax(-1)
-    return s.o(torch.einsum("bhqk,bhke->bqhe", weights, v).flatten(2))
-
-
-def attention_head_by_head(s: Any, x: Tensor) -> Tensor:
-    read = []
-    for q, k, v in zip(*(layer(x).chunk(2, -1) for layer in (s.q, s.k, s.v)), strict=True):
-        read.append(hidden(q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
-    return s.o(torch.cat(read, -1))
-
-
-def attention_over_the_sum(s: Any, x: Tensor) -> Tensor:
-    q, k, v = qkv(s, x)
-    e = hidden(q @ k.mT / math.sqrt(q.shape[-1])).exp()
-    return s.o(joined((e @ v) / e.sum(-1, keepdim=True)))
-
-
-def attention_of_a_stack_of_heads(s: Any, x: Tensor) -> Tensor:
-    parts = [layer(x).unflatten(-1, (2, 2)).unbind(-2) for layer in (s.q, s.k, s.v)]
-    read = [F.scaled_dot_product_attention(*head, is_causal=True) for head in zip(*parts, strict=True)]
-    return s.o(torch.stack(read, -2).flatten(-2))
-
-
 def attention_of_packed_weights(s: Any, x: Tensor) -> Tensor:
     layers = (s.q, s.k, s.v)
     mixed = F.linear(x, torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers]))
@@ -134,35 +109,13 @@ def attention_of_packed_weights(s: Any, x: Tensor) -> Tensor:
     return s.o(joined(hidden(q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v))
 
 
-def attention_by_batches(s: Any, x: Tensor) -> Tensor:
-    q, k, v = (part.flatten(0, 1) for part in qkv(s, x))
-    start = torch.zeros(3, 3, dtype=x.dtype).masked_fill(~CAUSAL, -math.inf)
-    weights = torch.baddbmm(start, q, k.mT, alpha=q.shape[-1] ** -0.5).softmax(-1)
-    return s.o(joined(torch.bmm(weights, v).unflatten(0, (-1, 2))))
-
-
 ATTENTION: dict[str, Spelled] = {
-    "masked_fill": attention(lambda z: hidden(z).softmax(-1)),
-    "where": attention(lambda z: torch.where(CAUSAL, z, -math.inf).softmax(-1)),
-    "where a number": attention(lambda z: defined(hidden(z).softmax(-1))),
     "filled if not a number": attention(lambda z: (p := hidden(z).softmax(-1)).masked_fill(p.isnan(), 0.0)),
-    "added mask": attention(lambda z: added(z).softmax(-1)),
-    "least number": attention(lambda z: added(z, torch.finfo(z.dtype).min).softmax(-1)),
     "exp over sum": attention(lambda z: ratio(hidden(z).exp())),
     "exp over sum, stable": attention(lambda z: ratio((hidden(z) - hidden(z).amax(-1, keepdim=True)).exp())),
-    "exp times mask": attention(lambda z: ratio(z.exp() * CAUSAL)),
-    "log_softmax": attention(lambda z: hidden(z).log_softmax(-1).exp()),
-    "logsumexp": attention(lambda z: (hidden(z) - hidden(z).logsumexp(-1, keepdim=True)).exp()),
-    "einsum": attention_by_einsum,
     "exp of a triangle": attention(lambda z: ratio(z.exp().tril())),
-    "head by head": attention_head_by_head,
-    "stack of heads": attention_of_a_stack_of_heads,
-    "product over sum": attention_over_the_sum,
     "packed weights": attention_of_packed_weights,
-    "batches": attention_by_batches,
-    "fused": fused(is_causal=True),
     "fused, mask": fused(attn_mask=CAUSAL),
-    "fused, added mask": fused(attn_mask=torch.zeros(3, 3, dtype=torch.float64).masked_fill(~CAUSAL, -math.inf)),
 }
 
 
@@ -176,24 +129,10 @@ def padded(weigh: Callable[[Tensor, Tensor], Tensor]) -> Spelled:
     return forward
 
 
-def padded_fused(s: Any, x: Tensor, keep: Tensor) -> Tensor:
-    return s.o(joined(F.scaled_dot_product_attention(*qkv(s, x), attn_mask=keep[:, None, None])))
-
-
 PADDED: dict[str, Spelled] = {
-    "masked_fill": padded(lambda z, keep: z.masked_fill(~keep, -math.inf).softmax(-1)),
-    "where": padded(lambda z, keep: torch.where(keep, z, -math.inf).softmax(-1)),
-    "least number": padded(lambda z, keep: z.masked_fill(~keep, torch.finfo(z.dtype).min).softmax(-1)),
-    "added product": padded(lambda z, keep: (z + (1 - keep.to(z)) * torch.finfo(z.dtype).min).softmax(-1)),
     "added mask": padded(lambda z, keep: (z + torch.zeros_like(z).masked_fill(~keep, -math.inf)).softmax(-1)),
-    "exp over sum": padded(lambda z, keep: ratio(z.masked_fill(~keep, -math.inf).exp())),
-    "exp times mask": padded(lambda z, keep: ratio(z.exp() * keep)),
     "exp where": padded(lambda z, keep: ratio(torch.where(keep, z.exp(), 0.0))),
-    "stable exp times mask": padded(lambda z, keep: ratio((z - z.amax(-1, keepdim=True)).exp() * keep)),
     "softmax, filled": padded(lambda z, keep: ratio(z.softmax(-1).masked_fill(~keep, 0.0))),
-    "softmax times mask": padded(lambda z, keep: ratio(z.softmax(-1) * keep)),
-    "log of mask": padded(lambda z, keep: (z + keep.to(z).log()).softmax(-1)),
-    "fused": padded_fused,
 }
 
 
@@ -229,17 +168,9 @@ def split(s: Any, x: Tensor) -> Tensor:
 
 
 GATED: dict[str, Spelled] = {
-    "silu": lambda s, x: s.down(F.silu(s.gate(x)) * s.up(x)),
-    "sigmoid": lambda s, x: s.down(s.gate(x) * torch.sigmoid(s.gate(x)) * s.up(x)),
-    "order": lambda s, x: s.down(s.up(x) * s.gate(x) * torch.sigmoid(s.gate(x))),
     "glu": lambda s, x: s.down(F.glu(torch.cat([s.up(x), s.gate(x)], -1)) * s.gate(x)),
-    "unbind": unbound,
-    "split": split,
-    "einsum": lambda s, x: torch.einsum("btu,btu,ou->bto", F.silu(s.gate(x)), s.up(x), s.down.weight) + s.down.bias,
     "quotient": lambda s, x: s.down(s.gate(x) * s.up(x) / (1 + torch.exp(-s.gate(x)))),
-    "stack": lambda s, x: s.down(torch.stack([F.silu(s.gate(x)), s.up(x)]).prod(0)),
     "joined": lambda s, x: s.down(torch.cat([F.silu(s.gate(x))[None], s.up(x)[None]]).prod(0)),
-    "addcmul": lambda s, x: s.down(torch.addcmul(torch.zeros_like(s.up(x)), F.silu(s.gate(x)), s.up(x))),
 }
 
 
@@ -262,23 +193,12 @@ def in_place(x: Tensor, y: Tensor, s: Any) -> Tensor:
 
 RESIDUAL: dict[str, Spelled] = {
     "plus": residual(lambda x, y, s: x + s.g * s.v(y)),
-    "add": residual(lambda x, y, s: torch.add(s.v(y) * s.g, x)),
     "minus": residual(lambda x, y, s: x - (-s.g) * s.v(y)),
-    "addcmul": residual(lambda x, y, s: torch.addcmul(x, s.g, s.v(y))),
     "alpha": residual(lambda x, y, s: torch.add(x, s.v(y) * s.g / 2, alpha=2)),
-    "stack": residual(lambda x, y, s: torch.stack([x, s.g * s.v(y)]).sum(0)),
-    "sum": residual(lambda x, y, s: sum([x, s.g * s.v.bias, s.g * F.linear(y, s.v.weight)])),
     "in place": residual(in_place),
     "folded gain": residual(lambda x, y, s: x + F.linear(y, s.g[:, None] * s.v.weight, s.g * s.v.bias)),
-    "baddbmm": residual(lambda x, y, s: torch.baddbmm(x, y,
-        (s.g[:, None] * s.v.weight).T.expand(len(x), -1, -1)) + s.g * s.v.bias),
-    "einsum": residual(lambda x, y, s: x + torch.einsum("btd,d->btd", s.v(y), s.g)),
-    "einsum of three": residual(lambda x, y, s: x + torch.einsum("bti,oi,o->bto", y, s.v.weight, s.g) + s.g * s.v.bias),
     "diagonal": residual(lambda x, y, s: x + F.linear(y, torch.diag(s.g) @ s.v.weight, s.g * s.v.bias)),
     "negative bias": residual(lambda x, y, s: x - (-s.g * s.v.bias) + s.g * F.linear(y, s.v.weight)),
-    "folded conv1d": residual(lambda x, y, s: x + F.conv1d(y.mT, (s.g[:, None] * s.v.weight)[..., None],
-        s.g * s.v.bias).mT),
-    "view": residual(lambda x, y, s: x.view_as(x) + (s.g * s.v(y)).reshape(x.shape)),
 }  # fmt: skip
 
 
@@ -288,18 +208,11 @@ def embedded(read: Callable[[Any, Tensor], Tensor]) -> Spelled:
 
 
 EMBEDDED: dict[str, Spelled] = {
-    "slice": embedded(lambda s, i: s.e(i) + s.p[: i.shape[1]]),
-    "lookup": embedded(lambda s, i: s.e(i) + F.embedding(torch.arange(i.shape[1]), s.p)),
-    "lookup of an axis more": embedded(lambda s, i: s.e(i) + F.embedding(torch.arange(i.shape[1])[None], s.p)),
     "index": embedded(lambda s, i: s.e.weight[i] + s.p[torch.arange(i.shape[1])]),
     "index_select": embedded(lambda s, i: s.e.weight.index_select(0, i.flatten()).view(*i.shape,
         -1) + s.p[: i.shape[1]]),
-    "narrow": embedded(lambda s, i: s.p.narrow(0, 0, i.shape[1]) + s.e(i)),
-    "expanded": embedded(lambda s, i: s.e(i).add(s.p[None, : i.shape[1]].expand(len(i), -1, -1))),
-    "one hot": embedded(lambda s, i: F.one_hot(i, 9).to(s.p) @ s.e.weight + s.p[: i.shape[1]]),
     "gather": embedded(lambda s, i: s.e.weight.expand(len(i), -1, -1).gather(1,
         i[..., None].expand(-1, -1, 5)) + s.p[: i.shape[1]]),
-    "steps first": embedded(lambda s, i: (s.e(i.T) + s.p[: i.shape[1], None]).transpose(0, 1)),
     "stack": embedded(lambda s, i: torch.stack([s.e(i[:, t]) + s.p[t] for t in range(i.shape[1])], 1)),
 }  # fmt: skip
 
@@ -309,16 +222,11 @@ def pooled(pool: Callable[[Tensor], Tensor]) -> Spelled:
 
 
 POOLED: dict[str, Spelled] = {
-    "mean": pooled(lambda h: h.mean(1)),
-    "sum": pooled(lambda h: h.sum(1) / h.shape[1]),
     "adaptive": pooled(lambda h: F.adaptive_avg_pool1d(h.mT, 1)[..., 0]),
     "avg_pool1d": pooled(lambda h: F.avg_pool1d(h.mT, h.shape[1]).flatten(1)),
     "image": pooled(lambda h: F.adaptive_avg_pool2d(h.mT[..., None], 1).flatten(1)),
-    "einsum": pooled(lambda h: torch.einsum("btd,t->bd", h, torch.full((3,), 1 / 3, dtype=h.dtype))),
     "matmul": pooled(lambda h: (torch.full((1, 3), 1 / 3, dtype=h.dtype) @ h)[:, 0]),
-    "stack": pooled(lambda h: sum(h.unbind(1)) / 3),
     "products": pooled(lambda h: (h * torch.full((3, 1), 1 / 3, dtype=h.dtype)).sum(1)),
-    "loop": pooled(lambda h: (h[:, 0] + (h[:, 1] + h[:, 2])) * (1 / 3)),
     "mean of chunks": pooled(lambda h: torch.stack([part.mean(1) for part in h.split(1, 1)]).mean(0)),
 }
 
@@ -332,16 +240,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 COSINE: dict[str, Spelled] = {
-    "normalize": cosine(lambda h, w: F.normalize(h, dim=-1) @ F.normalize(w, dim=-1).T),
-    "linear": cosine(lambda h, w: F.linear(F.normalize(h, dim=-1), F.normalize(w))),
     "cosine_similarity": cosine(lambda h, w: F.cosine_similarity(h[..., None, :], w, -1, 1e-12)),
-    "norm": cosine(lambda h, w: unit(h) @ unit(w).T),
-    "squares": cosine(lambda h, w: (h * torch.rsqrt(h.square().sum(-1, keepdim=True))) @ (w / w.pow(2).sum(1,
-        True).sqrt()).T),
     "divided later": cosine(lambda h, w: h @ w.T / torch.linalg.vector_norm(h, dim=-1, keepdim=True) / w.norm(dim=1)),
-    "einsum": cosine(lambda h, w: torch.einsum("btd,od->bto", unit(h), unit(w))),
-    "rms_norm": cosine(lambda h, w: F.rms_norm(h, (4,), eps=0.0) @ F.rms_norm(w, (4,), eps=0.0).T / 4),
-    "outer norms": cosine(lambda h, w: (h @ w.T) / (h.norm(dim=-1)[..., None] * w.norm(dim=-1))),
 }  # fmt: skip
 
 
@@ -351,12 +251,6 @@ COSINE: dict[str, Spelled] = {
 def statistics(s: Any) -> tuple[Tensor, ...]:
     n = s.n
     return n.running_mean, n.running_var, n.weight, n.bias
-
-
-def folded_batch_norm(s: Any, x: Tensor) -> Tensor:
-    m, v, g, b = statistics(s)
-    gain = g / torch.sqrt(v + s.n.eps)
-    return s.b(torch.tanh(F.linear(x, s.a.weight * gain[:, None], (s.a.bias - m) * gain + b)))
 
 
 def each(table: dict[str, Any], spell: Callable[[Any], Spelled]) -> dict[str, Spelled]:
@@ -395,7 +289,7 @@ FUNCTIONS: dict[str, Function] = {
         each(GROUP_NORM, lambda how: lambda s, x: s.b(how(s.a(x), s.n.weight, s.n.bias, s.n.eps)))),
     "batch norm": Function({"a": of(L, 8, 6), "n": of(nn.BatchNorm1d, 6), "b": of(L, 6, 4)}, steps(8), 12,
         each(BATCH_NORM, lambda how: lambda s, x: s.b(torch.tanh(how(s.a(x),
-        *statistics(s))))) | {"folded into the layer": folded_batch_norm}),
+        *statistics(s))))) | {}),
     "convolution": Function({"a": of(nn.Conv2d, 2, 4, 3), "n": of(nn.GroupNorm, 1, 4), "b": of(nn.Conv2d, 4, 2, 3)},
         lambda samples: (torch.randn(samples, 2, 6, 6, dtype=torch.float64),), 12, each(CONVOLUTION, convolutions)),
     "attention, causal": Function(HEADS, steps(6), 24, ATTENTION),

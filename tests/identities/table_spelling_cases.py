@@ -38,18 +38,12 @@ def below(products: Tensor) -> Tensor:
 # The scalar products of each two of three layers: the rotations of a factorisation, and one factor for each layer.
 PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "sums": of_each_two(scalar_product),
-    "einsum": of_each_two(lambda one, two: torch.einsum("bd,bd->b", one, two)[:, None]),
-    "matmul": of_each_two(lambda one, two: (one[:, None] @ two[..., None])[..., 0]),
     "bmm": lambda a, b, c: below(torch.bmm(t := torch.stack([a, b, c], 1), t.mT)),
-    "einsum of a stack": lambda a, b, c: below(torch.einsum("bid,bjd->bij", t := torch.stack([a, b, c], 1), t)),
-    "cat": lambda a, b, c: below((t := torch.cat([a, b, c], 1).view(-1, 3, 3)) @ t.transpose(1, 2)),
 }
 # A table that is read by the directions of its rows, and as it is: its size goes to the layer behind it.
 DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "normalize": lambda k, m: F.normalize(k, dim=-1) @ F.normalize(m, dim=-1).T,
-    "linear": lambda k, m: F.linear(F.normalize(k, dim=-1), F.normalize(m, dim=-1)),
     "cosine_similarity": lambda k, m: F.cosine_similarity(k[:, None], m, dim=-1),
-    "norm": lambda k, m: (k / k.norm(dim=-1, keepdim=True)) @ (m / m.norm(dim=-1, keepdim=True)).T,
 }
 
 
@@ -62,19 +56,16 @@ def latents(s: Any, x: Tensor, norm: Callable[[Tensor], Tensor], *, widened: boo
 
 NORMS: dict[str, Callable[..., Tensor]] = {
     "module": lambda s, t: s.n(t),
-    "layer_norm": lambda s, t: F.layer_norm(t, (4,), s.n.weight, s.n.bias),
     "by hand": lambda s, t: (
         (t - t.mean(-1, keepdim=True)) * (t.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt() * s.n.weight + s.n.bias
     ),
 }
 OUTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flatten": lambda a, b: (a[:, :, None] * b[:, None]).flatten(1),
-    "einsum": lambda a, b: torch.einsum("bi,bj->bij", a, b).reshape(len(a), 6),
     "bmm": lambda a, b: torch.bmm(a[:, :, None], b[:, None]).view(-1, 6),
 }
 SAMPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grid": lambda p, x: F.grid_sample(p[None], x[None, None], align_corners=False)[0, :, 0].T,
-    "rows": lambda p, x: F.grid_sample(p[None], x[None, :, None], align_corners=False)[0, :, :, 0].mT,
     "one each": lambda p, x: F.grid_sample(p.expand(len(x), -1, -1, -1), x[:, None, None], align_corners=False).flatten(
         1
     ),
@@ -83,7 +74,6 @@ SAMPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 # Without rotations: scales act on each pair of entries. Written as ``v @ w`` it has matrices, of which most do nothing.
 NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda v, w: (v * w).sum(),
-    "dot": torch.dot,
     "einsum": lambda v, w: torch.einsum("i,i->", v, w),
 }
 

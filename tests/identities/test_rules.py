@@ -303,13 +303,6 @@ def built(name: str, kind: Kind) -> nn.Module:
     return network
 
 
-def own_kind(rule: Any) -> Kind:
-    """Return a class of modules with a rule."""
-    kind = type("Mine", (Own,), {})
-    register_rule(kind)(rule)
-    return kind
-
-
 def described(symmetry: Symmetry) -> dict[str, Any]:
     structure = symmetry.structure
     return {

@@ -199,13 +199,6 @@ def test_matrices_are_those_of_two_backward_passes(kind, sizes, loss):
     assert all(torch.equal(part, dict(network.named_parameters())[name]) for name, part in split.items())
 
 
-def test_single_precision_is_near_double():
-    network, x, y = Odd(), normal(9, 3).float(), torch.arange(9) % 2
-    found = CurvatureOperator(network, (x, y), F.cross_entropy).matrix()
-    expected = dense(copy.deepcopy(network).double(), x.double(), y, F.cross_entropy)[1]
-    assert (found - expected).norm() < 1e-5 * expected.norm()
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_weight_and_one_sample(count):
     network, x = nn.Linear(1, 1, bias=False).double(), normal(count, 1, seed=5)
@@ -462,38 +455,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.cells(x[:, :, None])[0][:, -1])
-
-
-@pytest.mark.parametrize("make", [Attention, Recurrent])
-@pytest.mark.parametrize("kind", ["hessian", "gauss_newton"])
-def test_curvature_of_attention_and_recurrence(make, kind):
-    network, x, y = make().double(), normal(6, 3), torch.arange(6) % 2
-    operator = CurvatureOperator(network, (x, y), F.cross_entropy, kind=kind)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    products = operator.matrix()
-    assert torch.backends.mha.get_fastpath_enabled() == fast
-    v, step = normal(operator.size), 1e-5
-    torch.testing.assert_close(products @ v, operator @ v, rtol=1e-9, atol=1e-12)
-    if kind == "gauss_newton":
-        assert torch.linalg.eigvalsh(products)[0] > -1e-10
-        return
-
-    def slope(shift: float) -> Tensor:
-        moved = copy.deepcopy(network)
-        weights = weight_vector(network) + shift * v
-        Curve(torch.stack([weights, weights])).writer(moved)(0)
-        return CurvatureOperator(moved, (x, y), F.cross_entropy).gradient_and_loss()[0]
-
-    difference = (slope(step) - slope(-step)) / (2 * step)
-    assert (products @ v - difference).norm() < 1e-6 * difference.norm()
-
-
-@pytest.mark.parametrize(("make", "execution"), [(Attention, "vmap"), (Attention, "loop"), (Recurrent, "loop")])
-def test_chains_of_attention_and_recurrence(make, execution):
-    data = [(normal(6, 3), torch.arange(6) % 2)]
-    found = learning_coefficient(make().double(), data, chains=3, steps=8, execution=execution)
-    assert found.losses.isfinite().all()
-    assert found.curvature > 0
 
 
 # ---- what is refused
