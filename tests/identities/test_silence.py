@@ -38,9 +38,7 @@ MOST_PARAMETERS = 200
 SILENT: dict[str, str] = {"writes: sums_of_units_step_by_step": "has no derivative"}
 # What `trace_symmetry` measures on inputs of further lengths, with further tokens, or at weights that it searches for.
 FURTHER = {"shared: layer_norm_of_two_layers": "weights", "shared: layer_norm_used_twice_in_series": "weights",
-    "weighted mean: steps": "lengths, of which the sum is divided by three",
-    "bag of embeddings: sum": "lengths, of which the sum is divided by three",
-    "bag of embeddings: counts": "lengths, of which the sum is divided by three"}  # fmt: skip
+    "weighted mean: steps": "lengths, of which the sum is divided by three"}  # fmt: skip
 # What notes say of weights that are freer than the group: then the dimension is not the nullity.
 FREER = ("incoming or outgoing numbers", "nothing reads", "biases could absorb", "reads units more than once",
     "of which only the sum counts", "share its running mean", "scales could undo", "no scale in common",

@@ -19,46 +19,44 @@ from lightning_sym.symmetry import Symmetry, trace_symmetry
 SHIFTS = {
     f"{family}: {name}": count
     for count, families in {
-        1: {"tables": "weights_of_rows_masked_with_minus_infinity softmax_of_weights_of_steps"},
+        1: {
+            "tables": "weights_of_rows_masked_with_minus_infinity",
+        },
         2: {
-            "tables": "half_of_a_weight_and_all_of_it",
-            "writes": "copy_of_what_is_written_later clone_with_zeros",
             "shared": "linear_behind_which_two_norms_stand norm_behind_two_layers norm_of_the_input_and_of_units "
-            "linear_with_and_without_its_norm two_norms_in_front_of_tanh bias_of_two_weights "
-            "weight_of_a_grouped_and_of_a_plain_convolution bias_with_and_without_a_norm one_gain_for_two_paths "
+            "two_norms_in_front_of_tanh bias_of_two_weights weight_of_a_grouped_and_of_a_plain_convolution "
             "weight_of_a_linear_layer_and_of_a_convolution gain_and_its_square",
-            "copies": "one_key_for_all_queries one_key_broadcast_to_all_queries",
         },
         4: {
             "tables": "mask_of_zeros_and_ones mask_of_truth_values relative_scores_gathered_behind_the_product",
-            "constants": "fixed_mask_of_minus_infinity fixed_linear_bias fixed_slopes_that_tell_heads_apart rotary "
-            "rotary_tables_in_a_submodule",
+            "constants": "rotary",
             "writes": "scores_masked_with_the_least_number",
-            "copies": "keys_repeated_by_expanding keys_repeated_by_an_index keys_repeated_by_interleaving "
-            "queries_grouped_on_an_axis keys_grouped_by_torch slopes_that_tell_queries_apart "
-            "rotary_with_grouped_queries",
+            "copies": "keys_repeated_by_an_index slopes_that_tell_queries_apart rotary_with_grouped_queries",
         },
-        5: {"tables": "relative_embedding relative_table relative_table_by_a_buffer_of_indices mask_of_minus_infinity"},
-        6: {"tables": "relative_table_of_two_heads tokens_and_positions", "constants": "sinusoids_on_an_embedding"},
+        5: {
+            "tables": "relative_embedding relative_table",
+        },
         8: {
-            "tables": "parameter_cut_to_length embedding_weight_cut_to_length embedding_of_arange "
-            "functional_embedding_of_arange embedding_of_a_buffer_of_positions buffer_cut_to_length narrow "
-            "second_axis_cut transposed_table cut_from_the_end cut_with_an_offset split_at_the_length "
-            "reversed_table row_of_the_last_step mean_of_the_rows_of_a_cut_table every_second_row "
-            "rows_that_nothing_reads table_with_a_class_token class_row_by_itself image_table_cut_to_size "
-            "rows_and_columns cropped_by_negative_padding gathered relative_keys relative_logits_cut_to_length "
-            "second_half_for_long_inputs recurrence_of_any_length",
-            "constants": "sinusoids_that_are_saved layer_behind_sinusoids",
-            "writes": "recurrent_steps_into_empty steps_that_read_the_buffer",
+            "tables": "parameter_cut_to_length narrow rows_that_nothing_reads image_table_cut_to_size rows_and_columns "
+            "gathered",
             "shared": "linear_stream_of_tied_blocks",
         },
-        9: {"tables": "weights_of_rows_plus_a_mask"},
-        10: {"shared": "convolution_with_and_without_its_norm"},
-        12: {"tables": "table_behind_a_perceptron"},
-        14: {"tables": "table_behind_a_linear_layer", "shared": "layer_norm_of_two_layers"},
-        15: {"shared": "layer_norm_used_twice_in_series"},
-        16: {"shared": "gated_recurrence"},
-        24: {"writes": "view_of_what_is_written_later"},
+        9: {
+            "tables": "weights_of_rows_plus_a_mask",
+        },
+        12: {
+            "tables": "table_behind_a_perceptron",
+        },
+        14: {
+            "tables": "table_behind_a_linear_layer",
+            "shared": "layer_norm_of_two_layers",
+        },
+        15: {
+            "shared": "layer_norm_used_twice_in_series",
+        },
+        24: {
+            "writes": "view_of_what_is_written_later",
+        },
     }.items()
     for family, names in families.items()
     for name in names.split()
