@@ -2,12 +2,7 @@
 
 import importlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -140,25 +135,6 @@ def test_a_complete_run_is_not_made_again_and_a_changed_one_is(script, tmp_path)
         finish(Run("a", script, ("{folder}", seconds)), tmp_path / "runs", said.append)
     assert (tmp_path / "runs" / "a" / "starts").read_text() == "xx"
     assert [line.split(",")[0] for line in said] == ["a: begins", "a: complete"] * 2
-
-
-@pytest.mark.long
-def test_a_run_whose_parent_was_killed_is_waited_for(script, tmp_path):
-    run = Run("a", script, ("{folder}", "1.5"))
-    code = (
-        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from published import core\n"
-        "core.ROOT = pathlib.Path(sys.argv[2])\n"
-        "core.finish(core.Run('a', 'slow.py', ('{folder}', '1.5')), core.ROOT / 'runs', print)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code, os.path.dirname(papers.__file__), str(tmp_path)])
-    while not (tmp_path / "runs" / "a" / "starts").exists():
-        time.sleep(0.02)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    said = []
-    finish(run, tmp_path / "runs", lambda line: said.append((line, (tmp_path / "runs" / "a" / "done").exists())))
-    assert said[0] == ("a: waits for another process, which is making it", False)
-    assert said[1] == ("a: begins", True)  # a script has no checkpoint; nobody else writes there any more
 
 
 def result(name, **others):

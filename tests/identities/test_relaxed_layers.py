@@ -12,8 +12,6 @@ from lightning_sym.layers import (
     FactoredFullyConnected,
     FullyConnected,
     GroupConv,
-    GroupLift,
-    GroupMax,
     PolyphasePool,
     ResidualPathways,
     SparseConv,
@@ -242,13 +240,6 @@ def test_group_conv_is_its_formula_with_explicitly_rotated_filters(kind, kernel_
     torch.testing.assert_close(layer(flat), group_convolution(layer, x).flatten(1, 2), **EXACT)
 
 
-def test_lifting_is_pointwise_on_copies():
-    lifting, pointwise = randomised(GroupConv(3, 2, "lifting")), randomised(GroupConv(3, 2, "pointwise"))
-    pointwise.load_state_dict(lifting.state_dict())
-    x = features(4, 3, 4, 4)
-    torch.testing.assert_close(lifting(x), pointwise(GroupLift()(x)), **EXACT)
-
-
 @pytest.mark.parametrize("norm", ["max", "l2"])
 def test_pool_keeps_the_component_with_the_largest_norm(norm):
     x = features(64, 3, 4, 6)
@@ -266,24 +257,6 @@ def test_pool_takes_the_first_of_equal_components():
     y = PolyphasePool()(x)
     assert torch.equal(y[0], x[0, :, 1::2, ::2])
     assert torch.equal(y[1], x[1, :, ::2, 1::2])
-
-
-def test_groups_of_channels_choose_by_themselves():
-    x = features(16, 6, 4, 4)
-    expected = torch.cat([pool_by_loops(x[:, start : start + 2], "max") for start in (0, 2, 4)], 1)
-    assert torch.equal(PolyphasePool(groups=3)(x), expected)
-    assert not torch.equal(PolyphasePool()(x), expected)
-
-
-def test_gradients_flow_through_the_kept_component_only():
-    x = features(5, 3, 4, 4).requires_grad_()
-    pool = PolyphasePool()
-    weight = features(5, 3, 2, 2)
-    (found,) = torch.autograd.grad((pool(x) * weight).sum(), x)
-    (expected,) = torch.autograd.grad((pool_by_loops(x, "max") * weight).sum(), x)
-    assert torch.equal(found, expected)
-    assert torch.autograd.gradcheck(pool, x)
-    assert torch.autograd.gradgradcheck(pool, x)
 
 
 @pytest.mark.parametrize(
@@ -320,13 +293,6 @@ def shifted(x, shift):
 def rotated_features(x):
     """Rotate features [N, 4 C, H, W] on the group by 90 degrees."""
     return torch.rot90(x.unflatten(1, (4, -1)), 1, (-2, -1)).roll(1, 1).flatten(1, 2)
-
-
-def test_lift_and_maximum_commute_with_rotations():
-    x = features(2, 3, 4, 4)
-    assert torch.equal(GroupLift()(torch.rot90(x, 1, (-2, -1))), rotated_features(GroupLift()(x)))
-    x = features(2, 12, 4, 4)
-    assert torch.equal(GroupMax()(rotated_features(x)), torch.rot90(GroupMax()(x), 1, (-2, -1)))
 
 
 @pytest.mark.parametrize("norm", ["max", "l2"])
@@ -494,8 +460,3 @@ def test_all_anchors_reproduce_a_filter_and_half_of_them_fit_it_best():
     rest = target - layer.filters().detach().flatten(2)
     torch.testing.assert_close(rest @ layer.phi.T, torch.zeros(8, 5, 5), rtol=0, atol=1e-4)
     assert 0.2 < rest.norm() / target.norm() < 0.9
-
-
-def test_initial_sparse_factored_weights_have_the_published_size():
-    layer = SparseFactoredFullyConnected(4, 16, 16)
-    assert float(layer.factors()[0].detach().square().mean().sqrt()) == pytest.approx(0.044, abs=0.002)

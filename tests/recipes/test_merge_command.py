@@ -496,22 +496,6 @@ def test_a_network_that_is_nearer_as_it_is_stays() -> None:
 
 
 @pytest.mark.slow
-def test_networks_with_several_outputs_are_evaluated_by_their_logits() -> None:
-    torch.manual_seed(0)
-    a = Named(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10)).eval()
-    b = planted(trace_symmetry(a, X), a)
-    data = DigitsDataModule(max_samples=80).test_dataloader()
-    files = [as_state_dict(a, "a.pt"), as_state_dict(b, "b.pt")]
-    found = merge_checkpoints(files, "m.safetensors", network=a, inputs=X, points=2, data=data)
-    assert found.losses is not None
-    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
-    expected = nn.functional.cross_entropy(a(x)["logits"], y).item()
-    for name in ("a.pt", "b.pt", "merged, aligned"):
-        assert found.losses[name][0] == pytest.approx(expected, rel=1e-5)
-    assert abs(found.losses["merged, unaligned"][0] - expected) > 1e-3 * expected
-
-
-@pytest.mark.slow
 def test_means_of_trained_networks_are_better_after_alignment() -> None:
     data = DigitsDataModule()
     networks = [descended(perceptron(seed), data, steps=60, lr=5e-3) for seed in range(3)]
@@ -585,18 +569,6 @@ def test_folders_of_transformers_become_a_folder_that_they_load(kind: str, shard
     ids = torch.randint(14, (2, 6))
     aligned = transformers.AutoModelForCausalLM.from_pretrained("aligned").eval()
     torch.testing.assert_close(aligned(ids).logits, networks[1](ids).logits, rtol=1e-3, atol=1e-4)
-
-
-def test_a_folder_that_is_no_zoo_is_named() -> None:
-    Path("some").mkdir()
-    for content in ((), ("config.json",), ("model.safetensors",)):
-        for name in content:
-            Path("some", name).write_text("{}")
-        result = call("merge", "some", "--out=m")
-        assert result.status == 1
-        assert "some is neither a zoo (a folder with member-0000.safetensors) nor the folder of a model" in result.error
-        for name in content:
-            Path("some", name).unlink()
 
 
 def test_tables_explain_their_columns_and_an_existing_report_names_a_remedy() -> None:

@@ -21,7 +21,7 @@ import torch
 import torchvision
 from commands import call, succeed
 from fits import descended
-from helpers import assert_refused, randomize_statistics
+from helpers import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -189,27 +189,6 @@ def test_random_tokens_are_drawn_if_they_are_asked_for() -> None:
     one, moved = loaded("one"), loaded("moved")
     assert apart(one, moved) < 1e-5
     assert apart(one, round_to_nearest(moved, 3)) < apart(one, round_to_nearest(one, 3))
-
-
-@pytest.mark.slow
-def test_a_network_of_torchvision() -> None:
-    torch.manual_seed(0)
-    network = randomize_statistics(torchvision.models.resnet18(num_classes=10)).eval()
-    x = torch.randn(2, 3, 32, 32)
-    torch.save(network.state_dict(), "a.pt")
-    options = "--network=torchvision:resnet18", "--network.num_classes=10", "--input=3,32,32"
-    sought = "--objective=quantization_error", "--data=random", "--samples=8", "--max_steps=4"
-    succeed("reparametrize", "a.pt", *options, *sought, "--out=new/moved.safetensors")
-    found = report_of("new/moved.safetensors")
-    assert found["after"] < 0.5 * found["before"]
-    assert found["change"] < 1e-10
-    moved = torchvision.models.resnet18(num_classes=10).eval()
-    moved.load_state_dict(load_file("new/moved.safetensors"))
-    torch.testing.assert_close(moved(x), network(x), rtol=1e-4, atol=1e-4)
-    back = "--apply=new/moved.element.safetensors", "--inverse", "--out=back.safetensors"
-    succeed("reparametrize", "new/moved.safetensors", *options, *back)
-    for name, tensor in load_file("back.safetensors").items():
-        torch.testing.assert_close(tensor, network.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
 def test_networks_on_data_are_rounded_before_and_after() -> None:
