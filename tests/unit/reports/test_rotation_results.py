@@ -75,6 +75,7 @@ def test_the_interval_of_a_mean():
         == (None, None, "")
     )
     assert resampled_interval([[0.5], [0.1], [0.3]])[2] == "members"
+    assert resampled_interval([[0.5, 0.1, 0.3]])[2] == "repeats"
     low, high, over = resampled_interval([list(np.random.default_rng(1).normal(size=400))])
     assert over == "repeats"
     # Of 400 standard normal numbers the mean is known to 1.96 / 20.
