@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_sym.callbacks import BatchNormRecalibration
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 # Sums over float32 activations in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

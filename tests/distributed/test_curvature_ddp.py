@@ -8,7 +8,7 @@ from torch import nn
 from lightning_sym.curvature import Evidence, PrecisionOptimizer, factors, parameter_groups
 from lightning_sym.layers import CircularConv, FactoredFullyConnected, PolyphasePool, ResidualPathways
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.long]
 
 SCENARIOS = [
     f"{likelihood}, torch.{dtype}"

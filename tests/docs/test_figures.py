@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from commands import succeed
 from guides import ROOT, Command, settings
-from helpers import assert_refused
 from PIL import Image
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -47,14 +46,6 @@ def test_pictures_are_taken_from_the_folder_that_the_command_leaves() -> None:
             assert any(file.startswith(f"{folder}/results/") for folder in folders), file
 
 
-def test_runs_are_chosen_by_time_or_by_name() -> None:
-    assert all(run.minutes <= figures.LONGEST for run in figures.chosen(RUNS, None, everything=False))
-    assert figures.chosen(RUNS, None, everything=True) == RUNS
-    (run,) = figures.chosen(RUNS, "zoo_digits_mlp.png", everything=False)
-    assert run.commands == ("lightning-sym fit --config zoo/digits_mlp",)
-    assert_refused(figures.chosen, RUNS, "zoo_digits", everything=False, says="No picture is named zoo_digits")
-
-
 def test_a_picture_that_has_changed_is_told_from_one_that_was_rounded(tmp_path: Path) -> None:
     def picture(name: str, width: int = 50, shade: int = 255, dots: int = 0) -> Path:
         image = Image.new("RGB", (width, 40), (shade,) * 3)
@@ -68,23 +59,6 @@ def test_a_picture_that_has_changed_is_told_from_one_that_was_rounded(tmp_path: 
     assert figures.change(old, picture("dotted.png", dots=20)) == "changed: 1.0 % of the pixels"
     assert figures.change(old, picture("wide.png", width=60)) == "changed: 60 x 40 pixels, before 50 x 40"
     assert figures.change(tmp_path / "none.png", old) == "new"
-
-
-def test_areas_keep_their_tint(tmp_path: Path) -> None:
-    # 300 greys and a tint of stitching's logarithmic part, which differs from white by less than a step.
-    image = Image.new("RGB", (300, 40), (255, 255, 255))
-    image.paste((242, 242, 242), (0, 0, 300, 20))
-    for place in range(300):
-        image.putpixel((place, 39), (place % 256, place * 7 % 256, place * 13 % 256))
-    new, old, white = (tmp_path / f"{name}.png" for name in ("new", "old", "white"))
-    image.save(new)
-    figures.put(new, old)
-    kept = Image.open(old).convert("RGB")
-    assert kept.getpixel((5, 5)) == (242, 242, 242)
-    assert kept.getpixel((5, 30)) == (255, 255, 255)
-    image.paste((255, 255, 255), (0, 0, 300, 20))
-    image.save(white)
-    assert figures.change(white, new) == "changed: 50.0 % of the pixels"
 
 
 def test_a_run_replaces_the_pictures_that_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,25 +52,3 @@ def test_a_notebook_is_small_and_becomes_a_page(path):
     assert page.startswith("# ")
     assert page.count("```python") == sum(cell["cell_type"] == "code" for cell in notebook["cells"])
     assert "/tmp" not in page
-
-
-def test_the_tool_keeps_printed_text_values_and_pictures(monkeypatch):
-    class Shown:
-        def _repr_png_(self):
-            return b"picture"
-
-        def _repr_html_(self):
-            return "<b>html</b>"
-
-    monkeypatch.setattr(sys, "shown", Shown(), raising=False)
-    sources = ["import sys\nprint('printed')\n2 + 3", "x = 1", "sys.shown"]
-    notebook = {"cells": [{"cell_type": "code", "source": [source]} for source in sources]}
-    tool.run(notebook)
-    first, second, third = (cell["outputs"] for cell in notebook["cells"])
-    assert [output["output_type"] for output in first] == ["stream", "execute_result"]
-    assert first[1]["data"] == {"text/plain": ["5"]}
-    assert second == []
-    assert third[0]["data"]["text/html"] == ["<b>html</b>"]
-    page = tool.to_markdown(notebook)
-    assert "```text\nprinted\n```" in page
-    assert "data:image/png;base64,cGljdHVyZQ==" in page

@@ -1,7 +1,6 @@
 """Comparisons with other packages: what has become slower, and what is not there."""
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -45,20 +44,6 @@ def test_a_peer_that_is_not_there_is_a_row_that_says_how_to_get_it(peers, monkey
     assert sentences[:2] == ["pip install absent-package", "Name a folder with its code: --folder paper=PATH."]
     assert sentences[2] == f"{tmp_path} has no code/layer.py."
     assert capsys.readouterr().out.splitlines()[0] == "absent: skipped. pip install absent-package"
-
-
-def test_code_in_a_folder_is_measured_beside_ours(peers, monkeypatch, tmp_path):
-    def cases(code):
-        return [peers.Case("root of 2", lambda: code.root(2.0), lambda: math.sqrt(2), peers.relative(math.sqrt(2)))]
-
-    folder = tmp_path / "paper-12ab"
-    folder.mkdir()
-    (folder / "layer.py").write_text("def root(x):\n    print('at work')\n    return 1.5\n")
-    monkeypatch.setitem(peers.PEERS, "paper", peers.Peer(cases, file="layer.py"))
-    (found,) = peers.measure("paper", {"paper": folder}, 2)
-    assert found["version"] == "12ab"
-    assert found["errors"] == pytest.approx([1.5 / math.sqrt(2) - 1, 0], abs=1e-12)
-    assert [row["variant"] for row in found["rows"]] == ["plain", "ours"]
 
 
 def test_the_exit_status_says_whether_anything_became_slower(peers, monkeypatch, tmp_path, capsys):

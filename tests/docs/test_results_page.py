@@ -2,12 +2,7 @@
 
 import importlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -26,11 +21,10 @@ from published.core import (
     file_of,
     finish,
     judged,
-    no_more_than,
     together,
     within,
 )
-from published.exhibits import EXHIBITS, Exhibit, part_about, places, recipe_sources
+from published.exhibits import EXHIBITS, part_about, places, recipe_sources
 from published.page import DOCS, pages, refreshed
 
 FOUND = refreshed()
@@ -85,19 +79,6 @@ def test_every_figure_that_a_result_or_recipe_names_is_on_the_page():
         for source, own in known.items():
             assert places(part_about(source, text)) <= own, name
     assert sum(bool(exhibit.recipes) for exhibit in EXHIBITS) > 25
-
-
-def test_figures_are_made_as_far_as_their_results_are():
-    table = {(exhibit.source, exhibit.place): exhibit for exhibit in EXHIBITS}
-    stitching = table["intertwiners", "figure 1"]
-    assert stitching.recipes == ["stitching/cifar10_myrtle"]
-    assert [result.name for result in stitching.results] == ["stitching-families"]
-    assert stitching.made({("stitching-families", True): {}}) == "yes"
-    assert stitching.made({("stitching-families", False): {}}) == "in miniature"
-    assert stitching.made({}) == "not yet: needs CIFAR-10 and a GPU"
-    assert table["genni", "figure 1"].made({("genni-paper", False): {}}) == "yes"  # its runs are as published
-    assert table["intertwiners", "figure 26"].made({}) == "nothing to run"
-    assert Exhibit("intertwiners", "figure 99", "none").made(FOUND) == "no recipe"
 
 
 def test_places_are_read_in_enumerations():
@@ -156,25 +137,6 @@ def test_a_complete_run_is_not_made_again_and_a_changed_one_is(script, tmp_path)
     assert [line.split(",")[0] for line in said] == ["a: begins", "a: complete"] * 2
 
 
-@pytest.mark.long
-def test_a_run_whose_parent_was_killed_is_waited_for(script, tmp_path):
-    run = Run("a", script, ("{folder}", "1.5"))
-    code = (
-        "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from published import core\n"
-        "core.ROOT = pathlib.Path(sys.argv[2])\n"
-        "core.finish(core.Run('a', 'slow.py', ('{folder}', '1.5')), core.ROOT / 'runs', print)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code, os.path.dirname(papers.__file__), str(tmp_path)])
-    while not (tmp_path / "runs" / "a" / "starts").exists():
-        time.sleep(0.02)
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    said = []
-    finish(run, tmp_path / "runs", lambda line: said.append((line, (tmp_path / "runs" / "a" / "done").exists())))
-    assert said[0] == ("a: waits for another process, which is making it", False)
-    assert said[1] == ("a: begins", True)  # a script has no checkpoint; nobody else writes there any more
-
-
 def result(name, **others):
     claim = Claim("more is more", "a figure, no number", lambda q: below(q["less"], q["more"]))
     quantities = [Quantity(label, of, "1", "3 seeds") for label, of in (("less", (1, 2, 3)), ("more", (4, 5, 7)))]
@@ -229,13 +191,6 @@ def test_verdicts_come_from_intervals():
     assert together(open_, open_).word == "not decided"
     assert_refused(lambda: low.less(Quantity("two", (1.0, 2.0), "nats", "2 networks")), says="not of the same members")
     assert_refused(lambda: Quantity("none", (float("nan"),), "nats", "one run"), says="finite")
-
-
-def test_no_better_has_a_margin():
-    few, many = (Quantity(n, (x, x + 1, x + 2.1), "nats", "3 seeds") for n, x in (("few", 1.0), ("many", 1.2)))
-    assert no_more_than(many, few, 0.5).word == "agrees"  # more by 0.2, which is within the margin
-    assert no_more_than(many, few, 0.1).word == "disagrees"
-    assert no_more_than(few, many, 0).word == "agrees"
 
 
 def test_intervals_end_at_the_bounds_of_their_quantity():

@@ -71,20 +71,6 @@ def test_four_of_five_experiments_of_that_size_decide(monkeypatch):
         assert abs(decided - POWER) < 0.04, (mean, need.total, decided)  # three standard errors
 
 
-def test_wide_intervals_take_many_runs_and_too_wide_ones_have_no_number():
-    assert positive(scaled(3, 1, 100)).needs[0].total == pytest.approx(7.849 * 100**2, rel=0.01)
-    assert math.isinf(positive(scaled(3, 1, 1e4)).needs[0].total)  # 784,900,000
-    assert math.isinf(positive(of_seeds([-1, 0, 1])).needs[0].total)  # the mean is at the end itself
-
-
-def test_values_without_spread_are_decided_or_stay_at_the_end():
-    assert positive(of_seeds([2, 2, 2])).needs == ()
-    stuck = positive(of_seeds([0, 0, 0]))
-    assert (stuck.word, stuck.needs) == ("not decided", (Need("row", 3, math.inf),))
-    (need,) = positive(Quantity("gain, row", (1.0,), "nats", "one run")).needs
-    assert (need.have, need.total) == (1, math.inf)  # one value has no spread to predict from
-
-
 def test_margins_and_bounds_are_those_of_the_rule():
     new, old = of_seeds([3.0, 1.0, 2.3], "a, new"), of_seeds([1.2, 1.0, 0.6], "a, old")
     rows = no_more_than(new, old, 1.5).needs
@@ -148,13 +134,6 @@ def test_hours_are_of_the_rows_that_are_compared():
     assert effort(verdict._replace(needs=()), seeded(), 1) == ""
 
 
-def test_networks_that_have_not_learned_need_others():
-    void = positive(of_seeds([1, 2, 3], failed=1))
-    assert effort(void, seeded(), 1) == "needs networks that learn"
-    both = together(void, positive(of_seeds([1, 2, 0], "gain, b")))
-    assert effort(both, seeded(), 600).endswith("hours) and needs networks that learn")
-
-
 def test_every_open_claim_of_the_files_says_what_it_takes():
     for one in FOUND.values():
         for claim in one["claims"]:
@@ -163,15 +142,6 @@ def test_every_open_claim_of_the_files_says_what_it_takes():
 
 
 # ---- more seeds
-
-
-def test_rows_with_more_seeds_are_compared_by_those_that_both_have():
-    few, many = of_seeds([1, 2, 3], "gain, a"), of_seeds([2, 4, 7, 90], "gain, b")
-    gap = many.less(few)
-    assert gap.values == (1, 2, 4)
-    assert gap.over == "3 seeds"
-    assert gap.rows == {"a", "b"}
-    assert_refused(lambda: replace(few, over="3 networks").less(many), says="not of the same members")
 
 
 def test_seeds_are_added_to_a_file_without_the_runs_it_has(tmp_path, monkeypatch):

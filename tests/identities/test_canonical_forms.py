@@ -13,8 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import balance, canonicalize, orbit_distance, trace_symmetry
-from lightning_sym.symmetry.group import norms
-from lightning_sym.symmetry.group.norms import Squares
 
 
 def squared_norm(network: nn.Module) -> float:
@@ -481,15 +479,6 @@ def test_norms_behind_heads_of_a_language_model_leave_one_form():
     assert form.difference < 1e-10
 
 
-def test_no_moved_copy_is_made_of_large_networks(monkeypatch):
-    network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
-    symmetry = trace_symmetry(network, torch.randn(2, 5))
-    assert canonicalize(symmetry, network).difference < 1e-10
-    monkeypatch.setattr("lightning_sym.symmetry.canonical.form._CHECKED", 10)
-    assert math.isnan(canonicalize(symmetry, network).difference)
-    assert canonicalize(symmetry, network, check=True).difference < 1e-10
-
-
 def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     torch.manual_seed(0)
     network = SELF_TESTED["three summands"][0]().double()
@@ -498,35 +487,3 @@ def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     found = canonicalize(symmetry, network)
     assert not found.converged
     assert any("shifts and all else were found to" in note for note in found.notes)
-
-
-@pytest.mark.long
-def test_balancing_takes_no_more_products_in_deeper_networks(monkeypatch):
-    """What all units of a layer have in common travels from layer to layer: it is solved for at once."""
-    products, change = [], Squares.change
-
-    def counted(self, factor, slices, speed, names):
-        products.append(len([*names]))
-        return change(self, factor, slices, speed, names)
-
-    monkeypatch.setattr(Squares, "change", counted)
-    counts = []
-    for depth in (20, 40):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(6, 6), nn.ReLU())]
-        network = nn.Sequential(*layers, nn.Linear(6, 2)).double()
-        symmetry = trace_symmetry(network, torch.randn(2, 6, dtype=torch.float64), check=False)
-        products.clear()
-        form = canonicalize(symmetry, network)
-        assert form.converged
-        assert form.residual <= 1e-12
-        counts.append(sum(products) / depth)  # of matrices with vectors, for each layer
-    assert counts[1] <= 1.5 * counts[0]  # twice as many without
-
-
-def test_squares_are_summed_part_by_part(monkeypatch):
-    monkeypatch.setattr(norms, "_AT_ONCE", 64)
-    tensor = torch.randn(37, 5, 3)
-    for axes in ([0], [1], [1, 2], [0, 2]):
-        expected = tensor.double().square().sum(axes)
-        torch.testing.assert_close(norms._summed_squares(tensor, axes), expected, rtol=1e-14, atol=0)

@@ -437,16 +437,6 @@ def test_units_that_are_as_dead_as_the_reference_s_get_its_scales_exactly(name):
     assert difference(case.symmetry.act(handed, b), a) < EXACT
 
 
-def test_a_network_is_its_own_match():
-    case = made("resnet20_a")
-    match = weight_matching(case.symmetry, case.network, case.network)
-    assert match.distance_after == 0
-    merged = merge(case.symmetry, [case.network] * 2)
-    for result in (match, match.element, merged):  # in a notebook
-        assert len(repr(result)) < 300
-    assert str(case.symmetry).splitlines()[0] in case.symmetry._repr_html_()
-
-
 def test_the_mean_does_not_take_scales_of_nearly_dead_units():
     a, b = one_layer(nn.ReLU(), 4, 0), one_layer(nn.ReLU(), 4, 1)
     with torch.no_grad():

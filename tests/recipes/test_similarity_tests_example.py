@@ -68,14 +68,6 @@ def test_an_exact_measure_scores_one_the_reverse_least_a_constant_and_a_random_o
         assert values.std() > 0.03
 
 
-def test_separation_looks_at_each_group_by_itself():
-    # One group whose pairs are less alike than those of the others, and more than its pairs with them.
-    table = same_group(GROUPS) + 1
-    own = np.arange(9) < 3
-    table[np.ix_(own, own)], table[np.ix_(own, ~own)], table[np.ix_(~own, own)] = 0.5, 0.1, 0.1
-    assert separated(table) == pytest.approx({"auprc": 1, "conformity": 1})
-
-
 def test_divergences_are_those_of_scipy():
     probabilities = torch.rand(4, 6, 10, generator=torch.Generator().manual_seed(0)).double().softmax(-1)
     expected = [
@@ -113,17 +105,6 @@ def test_a_measure_is_up_to_its_group_and_not_up_to_the_others(measure):
     assert {name for name, value in similar.items() if value > 1 - 1e-6} == inside
 
 
-def test_similarities_are_those_of_each_pair_alone():
-    features = [{"top": module.Features(torch.rand(30, 5))} for _ in range(3)]
-    for measure in module.MEASURES[:-1]:
-        table = module.similarities(measure.make, features)
-        metric = measure.make()
-        metric.update(features[0]["top"].channels[..., 0], features[2]["top"].channels[..., 0])
-        assert table[0, 2] == table[2, 0] == pytest.approx(float(metric.compute()), abs=1e-6)
-    control = module.similarities(module.RandomNumbers, features)
-    assert len({*control[np.triu_indices(3, 1)]}) == 3
-
-
 # ---- data and networks
 
 
@@ -156,20 +137,6 @@ def test_a_shortcut_tells_the_label_in_training_only():
         assert bool((tests.flatten(1)[:, edge] == 255).any(1).all())
         shown[level] = tests
     assert all(torch.equal(one, shown[0.0]) for one in shown.values())  # all groups are compared on the same images
-
-
-def test_networks_learn_and_noise_makes_others_of_them():
-    data = module.DigitsVariant()
-    plain, noisy = (module.train(data, 2, 7, 12, noise) for noise in (0.0, 0.5))
-    assert plain.accuracies.shape == (2, 2)
-    assert float(plain.accuracies.min()) > 0.8
-    images, labels = data.split_tensors("test")
-    outputs = plain.networks[1](data.normalize(images)).detach()
-    assert float(plain.accuracies[1, 1]) == pytest.approx(float((outputs.argmax(1) == labels).double().mean()))
-    weights = [[own.linear1.weight for own in one.networks] for one in (plain, noisy)]
-    assert not torch.equal(weights[0][0], weights[0][1])
-    assert not torch.equal(weights[0][0], weights[1][0])
-    assert torch.equal(plain.inputs, noisy.inputs)
 
 
 # ---- what is shown

@@ -110,15 +110,6 @@ class TestSearch:
         assert 0.5 * (1 - math.sqrt(2) / 8) ** 2 == pytest.approx(0.339, abs=5e-4)
         assert float(reached.double().mean()) == pytest.approx(0.339, abs=0.04)
 
-    @pytest.mark.parametrize("target", [(-0.56, 0.30), (0.56, -0.30), (-0.56, -0.30)])
-    def test_the_start_decides_for_slopes_of_any_sign(self, target):
-        """With slopes of two signs more succeed, as units that cross 0 are of use there; none less."""
-        initial, outcome, _ = run(target, 1000, 3000)
-        reached, predicted = outcome.distances < 1e-6, search.predicts_success(initial, target)
-        assert float((predicted & ~reached).double().mean()) <= 0.002
-        more = float((reached & ~predicted).double().mean())
-        assert more == pytest.approx(0.1, abs=0.03) if target[0] * target[1] < 0 else more <= 0.01
-
     def test_failures_sit_at_the_three_local_minima(self, mixed_run):
         """Test 11, and the shares of 2600 failures in the table: 47.5, 47.9 and 4.7%."""
         _, outcome, mixed = mixed_run
@@ -142,40 +133,6 @@ class TestSearch:
         assert outcome.fraction(1e-6) == pytest.approx(success, abs=0.05)
         shares = [0.5] if len(quantiles) == 1 else [0.1, 0.5, 0.9, 0.99]
         assert outcome.quantiles(1e-10, shares) == pytest.approx(quantiles, rel=0.1 if settings else 0.15)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("target", "success", "steps", "more_steps", "within"),
-        [
-            (MIXED, 0.349, [422, 627, 976, 1476], [756, 1040, 1460, 1978], 0.318),
-            (SAME_SIGN, 0.681, [234, 598, 3798, 13446], [390, 1303, 6693, 17282], 0.444),
-            (PAPER, 0.677, [302, 1235, 5337, 16646], [605, 2471, 11058, 18064], 0.290),
-        ],
-        ids=["mixed", "same sign", "paper"],
-    )
-    def test_the_table_of_20000_steps(self, target, success, steps, more_steps, within):
-        initial, outcome, found = run(target, 4096, 20000)
-        # twice 4096 restarts: four standard errors of the difference of two fractions
-        error = 4 * math.sqrt(2 * 0.25 / 4096)
-        assert outcome.fraction(1e-6) == pytest.approx(success, abs=error)
-        assert outcome.fraction(1e-6, within=1000) == pytest.approx(within, abs=error)
-        assert outcome.quantiles(1e-6) == pytest.approx(steps, rel=0.15)
-        assert outcome.quantiles(1e-10) == pytest.approx(more_steps, rel=0.15)
-        predicted = float(search.predicts_success(initial, target).double().mean())
-        assert predicted <= outcome.fraction(1e-6) + 0.01
-        if found.kind == "same_sign":
-            assert 1 - (1 - (1 - math.sqrt(2) / 8) / 2) ** 2 == pytest.approx(0.654, abs=5e-4)
-            assert predicted == pytest.approx(0.654, abs=error)
-
-    def test_divergence_is_no_success_and_nothing_reached_has_no_quantiles(self):
-        initial = torch.cat([1000 * torch.ones(1, 4), vector(0.8, -0.6, 0.7, 0.5)[None]])
-        moments = search.batch_moments(gaussian(0, 512), 256)
-        outcome = search.simulate_search(initial, MIXED, moments, learning_rate=0.1, steps=50)
-        assert not bool(outcome.distances[0].isfinite())
-        assert outcome.steps.tolist() == [[-1, -1], [0, 0]]
-        assert outcome.fraction(1e-6) == 0.5
-        still = search.simulate_search(0 * initial, MIXED, moments, learning_rate=0.1, steps=1)
-        assert all(math.isnan(value) for value in still.quantiles(1e-6))
 
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True)

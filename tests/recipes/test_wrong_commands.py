@@ -135,6 +135,36 @@ $ merge MODELS --out=m.safetensors --weight=half,half
 --weight takes a number, or one for each model with commas, as in 0.5,0.3; got 'half,half'.
 $ merge MODELS --out=m.safetensors --normalize=maybe
 --normalize takes true or false, got 'maybe'.
+$ merge MODELS --out=m.safetensors --align=both
+--align takes auto, weights, activations, none...
+$ merge MODELS --out=m.safetensors --method=weights
+...says how to align, not how to merge: --align...
+$ merge named.yaml --out=m --method=ties
+--method is set by named.yaml; change it there.
+$ merge MODELS --out=m.safetensors --points=1
+--points takes a whole number >= 2, got 1.
+$ merge MODELS --out=m.safetensors --recalibrate=3
+--recalibrate takes no value, got 3.
+$ reparametrize --objective=weight_norm --out=m
+Expected one checkpoint, got none.
+$ reparametrize ONE
+Expected one of --objective and --apply, got neither.
+$ reparametrize ONE --objective=quantisation_error
+...Did you mean 'quantization_error'?
+$ reparametrize ONE --objective=weight_norm --start=hadamad
+...Did you mean 'hadamard'?
+$ reparametrize ONE --objective=weight_norm --max_step=3
+reparametrize has no option 'max_step'. Did you mean 'max_steps'?
+$ reparametrize ONE --objective=quantization_error --bits=4
+...Did you mean 'objective.bits'?
+$ reparametrize ONE --objective=weight_norm --max_steps=-3
+--max_steps takes a whole number >= 0, got -3.
+$ reparametrize ONE --objective=weight_norm --budget=0
+--budget takes a number > 0, got 0.
+$ reparametrize ONE --objective=weight_norm --inverse
+--inverse needs --apply...
+$ reparametrize ONE --apply=folder --factors=scales
+--factors needs --objective...
 $ reparametrize ONE --objective=quantization_error --objective.bit=3
 quantization_error has no option 'objective.bit'. Did you mean 'objective.bits'?
 $ reparametrize ONE --objective=quantization_error --objective.bits=many

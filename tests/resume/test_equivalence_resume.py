@@ -83,11 +83,8 @@ def assert_same_files(one: Path, two: Path) -> None:
     [
         ("0 2", "vmap", False),  # before the first checkpoint
         ("2 2", "vmap", True),
-        ("3 0", "loop", False),
         ("5 3", "vmap", False),
         ("6 0", "loop", False),
-        ("7 1", "vmap", False),
-        ("13 2", "vmap", True),
         ("end", "vmap", False),
     ],
 )
@@ -106,8 +103,9 @@ def test_resumed_search_is_uninterrupted(place, execution, fresh, whole, tmp_pat
     assert_same_files(folder, tmp_path)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize(("grid", "call"), [("search-2d", 2), ("search-3d", 1), ("search-3d", 2)])
+@pytest.mark.parametrize(
+    ("grid", "call", "error"), [("search-2d", 2, KeyboardInterrupt), ("search-3d", 1, RuntimeError)]
+)
 def test_a_grid_that_was_interrupted_goes_on(whole, tmp_path, monkeypatch, grid, call, error):
     folder, expected, _ = whole()
     dimension = int(grid[-2])

@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
 
 
@@ -61,14 +60,13 @@ def relaxed(optimizer):
 
 TASKS = {
     "adam": lambda: relaxed(ADAM),
-    "sgd": lambda: relaxed(SGD),
     "own": Own,
     "loop": lambda: ZooTask(SmallCNN(norm=True), members=2, optimizer=ADAM, prior_precision=1.0),
     "vmap": lambda: ZooTask(SmallCNN(norm=True), members=2, optimizer=ADAM, prior_precision=1.0, execution="vmap"),
 }
 
 
-DATA = {name: {"transforms": [Quadrant("digit")]} for name in ("adam", "sgd")}
+DATA = {"adam": {"transforms": [Quadrant("digit")]}}
 
 
 class InterruptAfter(Interrupt):
@@ -117,7 +115,6 @@ LAST = {"after 3": "of an epoch whose update is lost", "4 1": "after the last"}
     [
         *(("adam", place) for place in [*PLACES, *LAST]),
         *one_in(2, [(name, place) for name in ("own", "loop", "vmap") for place in PLACES]),
-        ("sgd", "3 3"),
     ],
 )
 def test_resumed_is_uninterrupted(whole, tmp_path, name, place):
@@ -144,7 +141,7 @@ def test_the_runs_differ_where_they_should(whole, name):
     for own in task.prior.members.values():
         assert len(set(own.log_precisions.values())) == {"own": 4, "loop": 3, "vmap": 3}.get(name, 40)
     types = json.loads((marginal.path / "layers.json").read_text())["types"]
-    assert len(types) == {"own": 0}.get(name, 6 if name in ("adam", "sgd") else 2)
+    assert len(types) == {"own": 0}.get(name, 6 if name == "adam" else 2)
 
 
 def test_a_checkpoint_of_another_task_is_refused(whole, tmp_path):

@@ -257,29 +257,7 @@ def test_clipping_is_that_of_each_member_alone(kind, by_norm):
         assert factors == [False, True, False], "the test must have members on both sides of the limit"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_dropped_gradients(kind):
-    images, labels = batch(2)
-    population = kind(perceptron(), (0, 1))
-    found = step(population, images, labels)
-    carry_gradients(found.losses.sum(), found.gradients, population.trainable()).backward()
-    kept = [value.clone() for value in gradients_of(population, [p.grad for p in population.trainable()], 0)]
-    population.drop_gradients(1)
-    remaining = [parameter.grad for parameter in population.trainable()]
-    assert all(value is None or not value.any() for value in gradients_of(population, remaining, 1))
-    assert_same(gradients_of(population, remaining, 0), kept)
-
-
 # ---- carry_gradients
-
-
-def test_carried_gradients_are_scaled_copies_of_those_that_were_given():
-    parameter = nn.Parameter(torch.zeros(2))
-    gradient = torch.tensor([1.0, -2.0])
-    (carry_gradients(torch.tensor(5.0), [gradient], [parameter]) / 2).backward()
-    assert parameter.grad.tolist() == [0.5, -1.0]
-    parameter.grad.mul_(0)
-    assert gradient.tolist() == [1.0, -2.0]
 
 
 # ---- random layers
@@ -315,26 +293,6 @@ def test_random_layers_under_vmap_are_reproducible_and_differ_by_member(network)
     assert torch.equal(step(population, images, labels, draw=3).losses, first.losses)
     assert first.losses[0] != first.losses[1]  # same weights, same images, other masks
     assert not torch.isclose(step(population, images, labels, draw=4).losses, first.losses).any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("network", [Dropping, perceptron])
-def test_the_callers_generator_is_left_alone(kind, network):
-    template = network()
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    population = kind(template, (0, 1))
-    step(population, *batch(2))
-    step(population, *batch(2))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_has_no_dropout(kind):
-    population = kind(Dropping(), (0, 1)).eval()
-    images = batch(1)[0][0]
-    expected = torch.stack([Dropping().fresh(number).eval()(images) for number in (0, 1)])
-    torch.testing.assert_close(population(images), expected)
 
 
 # ---- distances to targets, for searches

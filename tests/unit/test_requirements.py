@@ -69,12 +69,6 @@ def test_options_are_found_as_on_the_command_line():
     assert changed.model.init_args.zoo == "other"
 
 
-def test_other_options_are_refused():
-    refuse = functools.partial(assert_refused, find_requirements)
-    refuse({"modle.zoo": "zoo/mnist5k"}, settings(), says="option 'modle.zoo', which this run does not have")
-    refuse({"model.members": "zoo/mnist5k"}, settings(), says="option model.members, which must be a folder, and is 3")
-
-
 def test_an_entry_that_a_later_option_removed_needs_no_folder(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "member-0000.safetensors").touch()
@@ -129,13 +123,6 @@ def test_where_the_recipe_runs_and_goes_on(folder, left, expected, calls):
         Path(file).touch()
     make(Requirement("model.zoo", "zoo/mnist5k", Path(folder)), Namespace())
     assert calls[0][0][-2:] == expected
-
-
-def test_a_trial_takes_a_few_steps(calls):
-    make(Requirement("model.zoo", "zoo/mnist5k", Path("trial/0")), Namespace(), Path("trial"))
-    args = calls[0][0]
-    assert "--trainer.limit_train_batches=2" in args
-    assert args[-2:] == ["--run_dir=trial/run-0", "--zoo_dir=trial/0"]
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"])

@@ -64,24 +64,6 @@ def test_numbers_of_models_and_the_order_of_a_pair_do_not_matter():
     assert (found.low, found.high) == (other.low, other.high)
 
 
-def test_seeds():
-    pairs, values = all_pairs(8), np.random.default_rng(3).normal(size=28)
-    np.random.seed(0)
-    before = np.random.get_state()[1].copy()
-    found = [bootstrap_over_models(pairs, values, seed=seed).low for seed in (0, 0, 1)]
-    assert found[0] == found[1] != found[2]
-    assert (np.random.get_state()[1] == before).all()
-
-
-def test_blocks_are_one_stream(monkeypatch):
-    pairs, values = [(0, 1), (0, 2), (0, 3)], [1.0, 2.0, 4.0]
-    whole = bootstrap_over_models(pairs, values, samples=500)
-    monkeypatch.setattr("lightning_sym._statistics._LARGEST_BLOCK", 40)
-    parts = bootstrap_over_models(pairs, values, samples=500)
-    assert (whole.low, whole.high) == (parts.low, parts.high)
-    assert whole.redrawn > 0
-
-
 @pytest.mark.parametrize("pairs", [[(0, 1), (0, 2), (0, 3)], [(0, 1), (2, 3)]], ids=["star", "apart"])
 def test_resamples_without_a_pair_are_drawn_again(pairs):
     """All pairs share model 0, which is missing, or alone; or a resample may have one pair, once."""

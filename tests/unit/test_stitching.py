@@ -9,7 +9,7 @@ from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN, Network
-from lightning_sym.stitching import CutNetwork, PlantedStitches, Port, StitchedNetwork, stitch_ports
+from lightning_sym.stitching import CutNetwork, Port, StitchedNetwork, stitch_ports
 from lightning_sym.symmetry import INTERTWINER_GROUPS
 
 torch.set_num_threads(1)
@@ -103,15 +103,6 @@ def test_like_takes_the_symmetry_over():
     second = cnn(1, like=first)
     assert second.symmetry is first.symmetry
     assert second.crossings("activation2") == first.crossings("activation2")
-
-
-def test_finding_crossings_draws_nothing():
-    before = torch.get_rng_state()
-    source = cut(functools.partial(MultiLayerPerceptron, [5, 4], image_size=2), (1, 2, 2))
-    torch.set_rng_state(before)
-    source.crossings("activation1")
-    PlantedStitches(source, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- ports
@@ -251,17 +242,3 @@ def test_regularisers_and_projections_are_those_of_all_maps():
         torch.testing.assert_close(module.weights.sum(0), torch.ones(2))
         assert (module.scale == 0).all()
     assert StitchedNetwork(a, b, "activation", family="identity").regularization() == 0
-
-
-def test_moving_to_another_precision():
-    a, b = cnn(), cnn(1)
-    stitched = StitchedNetwork(a, b, "activation2", family="full", batch_norm="frozen")
-    images = torch.rand(3, 3, 8, 8)
-    expected = stitched(images)
-    for part in (a, b, stitched):
-        part.to(torch.float64)
-    torch.testing.assert_close(stitched(images.double()), expected.double(), rtol=1e-4, atol=1e-5)
-    # Asked for only now: the example follows.
-    late = cnn(2)
-    late.to(torch.float64)
-    assert late.crossings("activation1")[0].group.positive_scales

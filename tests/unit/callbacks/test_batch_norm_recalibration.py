@@ -136,36 +136,6 @@ def test_precision_and_transfer_hooks_are_those_of_evaluation(tmp_path):
     check(task.found("predict")[0], one_pass(task, (3 * images(data).double() + 1).split(40), exact=True))
 
 
-def test_mixed_precision_is_that_of_evaluation(tmp_path):
-    class Watching(Normed):
-        def predict_step(self, batch, batch_idx):
-            assert self.features(batch[0]).dtype == torch.bfloat16
-            return super().predict_step(batch, batch_idx)
-
-    data = digits()
-    seen = []
-    for precision in ("bf16-mixed", "32-true"):
-        task = Watching() if precision == "bf16-mixed" else Normed()
-        run = trainer(tmp_path, BatchNormRecalibration(exact=True), precision=precision)
-        run.predict(task, data, return_predictions=False)
-        seen.append(task.found("predict")[0]["features.1.running_mean"])
-    assert not torch.equal(*seen)
-    torch.testing.assert_close(*seen, rtol=0.02, atol=0.01)  # bfloat16 has 8 bits
-
-
-@pytest.mark.parametrize("fast", [1, 2])
-def test_fast_dev_run_uses_as_many_batches(tmp_path, fast):
-    task, data = Normed(), digits()
-    trainer(tmp_path, BatchNormRecalibration(batch_size=30), fast_dev_run=fast).fit(task, data)
-    assert all(int(found["features.1.num_batches_tracked"]) == fast for found in task.found("val"))
-
-
-def test_limits_of_training_do_not_matter(tmp_path):
-    task, data = Normed(lr=0.0), digits()
-    trainer(tmp_path, BatchNormRecalibration(), limit_train_batches=1).fit(task, data)
-    check(task.found("val")[-1], one_pass(task, images(data)[:80].split(40)))
-
-
 @pytest.mark.parametrize(
     ("images", "synchronised", "settings", "length", "last"),
     [
@@ -395,20 +365,6 @@ def test_checkpoint_and_resume(tmp_path, keep, after_validation):
     assert tracked == (2 if keep else 20)
 
 
-def test_exception_checkpoint_holds_statistics_of_training(tmp_path):
-    class Failing(Normed):
-        def on_validation_epoch_end(self):
-            if not self.trainer.sanity_checking:
-                raise RuntimeError("stop")
-
-    saving = ModelCheckpoint(tmp_path, filename="stopped", save_on_exception=True)
-    task = Failing()
-    with pytest.raises(RuntimeError, match="stop"):
-        trainer(tmp_path, saving, BatchNormRecalibration()).fit(task, digits())
-    (path,) = tmp_path.glob("*.ckpt")
-    assert int(torch.load(path, weights_only=True)["state_dict"]["features.1.num_batches_tracked"]) == 5
-
-
 def test_averaged_weights_keep_their_statistics(tmp_path):
     plain = Normed()
     trainer(tmp_path, max_epochs=2).fit(plain, digits())
@@ -419,21 +375,6 @@ def test_averaged_weights_keep_their_statistics(tmp_path):
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert equal(saved["state_dict"], task.state_dict())
     assert equal(saved["current_model_state"], plain.state_dict())
-
-
-def test_an_average_leaves_integer_buffers_alone_and_is_the_usual_one_otherwise(tmp_path):
-    """By default they are averaged, too: an error on CUDA, and on the CPU cut to an integer at every step."""
-    states = {}
-    for avg_fn in (None, float_average):
-        averaging = WeightAveraging(avg_fn=avg_fn)
-        task = Normed()
-        trainer(tmp_path, averaging, max_epochs=2).fit(task, digits())
-        states[avg_fn] = task.state_dict()
-    usual, ours = states.values()
-    for place in (1, 5):
-        name = f"features.{place}.num_batches_tracked"
-        assert usual.pop(name) < ours.pop(name) == 10
-    assert equal(ours, usual)
 
 
 # ---- errors

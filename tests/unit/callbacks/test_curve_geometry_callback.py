@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from fits import digits, fit
-from helpers import printed, read_csv, read_rows, write_zoo
+from helpers import printed, read_csv, read_rows
 from matplotlib.image import imread
 
 from lightning_sym.callbacks import CurveGeometry
@@ -14,7 +14,7 @@ from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.connectivity import Curve, curve_geometry
 from lightning_sym.connectivity.geometry import DIRECTIONS
 from lightning_sym.landscape import weight_vector
-from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
 from lightning_sym.tasks import CurveTask
 
@@ -81,15 +81,6 @@ def test_the_numbers_are_those_of_curve_geometry(run):
     first = [row for row in density if row["t"] == 0]
     places, heights = (torch.tensor([row[name] for row in first]) for name in ("eigenvalue", "density"))
     assert float(torch.trapezoid(heights, places)) == pytest.approx(1, abs=1e-3)
-
-
-def test_a_network_with_batch_norms(tmp_path):
-    zoo = write_zoo(tmp_path / "zoo", [MyrtleCNN(1, in_channels=1, image_size=8).fresh(n) for n in range(2)], digits())
-    report = quick(images=12, jacobian_images=4, max_parameters=0, density_steps=0)
-    fit(CurveTask(str(zoo), kinds=["chain"]), digits(), report, folder=tmp_path, limit_train_batches=1)
-    rows = read_rows(tmp_path / "results" / "geometry")
-    assert [row["t"] for row in rows] == [0, 0.5, 1]
-    assert not (tmp_path / "results" / "geometry_density.csv").exists()
 
 
 def test_small_networks_have_counts_and_what_does_not_hold_is_said():

@@ -10,7 +10,6 @@ from lightning_sym.callbacks import EnsembleReport
 from lightning_sym.connectivity import curve_barriers
 from lightning_sym.ensembles import ensemble_scores, log_probabilities
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
-from lightning_sym.reports.ensembles import REPORT
 from lightning_sym.tasks import CurveTask, ZooTask
 
 
@@ -50,17 +49,6 @@ def test_points_of_a_curve_its_ends_and_all_members(tmp_path):
     )
     assert rows["members"] == {**rows["others"], "ensemble": "members", "kind": "members"}
     assert rows["members"]["members"] == 3
-
-
-def test_the_legend_names_the_dots_of_single_networks():
-    scores = ("loss", "accuracy", "calibration_error")
-    rows = [
-        {"kind": kind, "members": members, **{f"{alone}{score}": 1.0 for score in scores for alone in ("", "alone_")}}
-        for kind in ("starts", "snapshots")
-        for members in (1, 2)
-    ]
-    (legend,) = REPORT.charts["ensembles"].draw({"added": rows}).legends
-    assert [text.get_text() for text in legend.get_texts()] == ["starts", "snapshots", "one network"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])

@@ -7,7 +7,6 @@ import re
 import sys
 from types import SimpleNamespace
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -166,20 +165,6 @@ def test_sets_are_what_the_grids_hold(found):
     assert about["data"] == json.loads(json.dumps(found.data.identity()))
 
 
-def test_grids_can_be_made_again_from_the_stored_planes(found):
-    stored = load_file(found.folder / "results" / "found.safetensors")
-    x = first_inputs(found.data)
-    assert torch.equal(stored["teacher"], torch.tensor(MIXED).double())
-    for m in range(1, 5):
-        grid = load_file(found.folder / "results" / f"grid-search-{m}d.safetensors")
-        basis, centre = stored[f"basis-search-{m}d"], stored[f"centre-search-{m}d"]
-        torch.testing.assert_close(basis.T @ basis, torch.eye(m).double(), rtol=0, atol=1e-12)
-        places = torch.cartesian_prod(*[grid["axis"]] * m).view(-1, m)  # axis k belongs to basis vector k
-        torch.testing.assert_close(by_hand(centre + places @ basis.T, x), grid["J"].flatten(), rtol=1e-9, atol=1e-12)
-        middle = (len(grid["axis"]) // 2,) * m
-        assert float(grid["J"][middle]) < 1e-5  # odd grids hold the centre, which is a found point
-
-
 def test_candidates_are_what_the_search_says(found):
     rows, outcomes = table(found.folder, "candidates"), found.task.all_outcomes()
     zero = found.task.scales["sample"].zero
@@ -195,21 +180,6 @@ def test_candidates_are_what_the_search_says(found):
         assert row["input_signs"] == "".join("+" if weight > 0 else "-" for weight in entry["weights"][:2])
     text = notes(found.plane)
     assert f"{len(found.task.found)} of 40 candidates met the demands of the search" in text
-
-
-def test_figures_show_something(found):
-    results = found.folder / "results"
-    names = {path.stem for path in results.glob("*.png")}
-    assert names == {
-        *("search", "surface-search-2d", "contour-search-2d", "betti-search-2d"),
-        *("set-search-3d", "isosurface-search-3d", "betti-search-3d"),
-    }
-    for name in names:
-        picture = matplotlib.image.imread(results / f"{name}.png")[..., :3]
-        assert min(picture.shape[:2]) > 300
-        assert len(np.unique(picture @ [1, 1e3, 1e6])) > 50
-        assert (picture < 0.99).any(axis=2).mean() > 0.02  # not a white sheet
-    assert not list(results.glob(".*"))  # partial files
 
 
 def test_tensorboard_has_figures_mesh_and_numbers(found):
@@ -301,15 +271,6 @@ def test_planes_through_the_orbit_and_mixed_ones(tmp_path, plain_figures):
     assert len(plain_figures["planes_beside"]) == 1
 
 
-def test_a_small_group_has_few_images(tmp_path, plain_figures):
-    """One tanh unit: the only image is that of the sign, so that there is a line and no plane."""
-    network = MultiLayerPerceptron(widths=[1], in_channels=3, image_size=1, num_classes=1, activation="tanh")
-    plane = EquivalenceReport([PlaneGrid(1, 3), PlaneGrid(2, 3)], through=["orbit"])
-    fit(tmp_path, search(network, teacher=0, members=1), plane, gaussian(shape=[3]), max_epochs=1)
-    assert [row["grid"] for row in table(tmp_path, "sets")] == ["orbit-1d"]
-    assert "no 2D grid through orbit points: it needs 3, and there are 2" in notes(plane)
-
-
 # ---- too little, too much
 
 
@@ -350,14 +311,6 @@ def test_an_epsilon_beyond_the_bound_is_warned_of(tmp_path, plain_figures, unit)
     assert sentence in notes(plane)
     for name in ("loss_surface", "log_contour"):
         assert sentence in plain_figures[name][0][1].warning
-
-
-def test_a_small_epsilon_is_not_warned_of(tmp_path, plain_figures):
-    grids = [PlaneGrid(2, 5, epsilon=0.03), PlaneGrid(1, 5)]
-    fit(tmp_path, search(**LENIENT), EquivalenceReport(grids, epsilon=0.001), max_epochs=1)
-    assert plain_figures["log_contour"][0][1].warning is None
-    assert [float(row["epsilon_over_J0"]) for row in table(tmp_path, "sets")] == pytest.approx([0.03, 0.001])
-    assert not any("times J0" in row["warnings"] for row in table(tmp_path, "sets"))
 
 
 # ---- refused before the search
@@ -441,22 +394,6 @@ def test_a_round_that_has_not_begun_is_not_counted(tmp_path, plain_figures):
     task = search(points=2, members=2, round_steps=4, max_rounds=3)
     fit(tmp_path, task, EquivalenceReport([]), max_epochs=2)
     assert {(row["round"], row["steps"]) for row in table(tmp_path, "candidates")} == {("0", "4"), ("1", "4")}
-
-
-def test_with_a_progress_bar(tmp_path, plain_figures, capsys):
-    plane = EquivalenceReport([PlaneGrid(1, 3)])
-    fit(tmp_path, search(**LENIENT), plane, max_epochs=1, enable_progress_bar=True)
-    out = capsys.readouterr().out
-    assert "Points of the planes" in out
-    assert str(tmp_path / "results" / "sets.csv") in out
-
-
-@pytest.mark.drawn
-def test_grids_of_two_points_per_axis(tmp_path):
-    grids = [PlaneGrid(m, 2) for m in (1, 2, 3)]
-    fit(tmp_path, search(points=4, **LENIENT), EquivalenceReport(grids, epsilon=2.0), max_epochs=1)
-    assert [row["points"] for row in table(tmp_path, "sets")] == ["2"] * 3
-    assert (tmp_path / "results" / "isosurface-search-3d.png").stat().st_size > 5000
 
 
 class Odd(Network):

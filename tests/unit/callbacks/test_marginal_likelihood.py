@@ -11,25 +11,21 @@ from contextlib import nullcontext
 import fits
 import pytest
 import torch
-from fits import Given, digits, quiet_trainer
+from fits import Given, digits
 from helpers import Program, assert_refused, dead_charts, one_in, read_csv, read_rows
 from pytorch_lightning import Callback, LightningModule
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_sym.callbacks import MarginalLikelihood
 from lightning_sym.cli.loggers import MetricsCSV
 from lightning_sym.curvature import (
     Evidence,
     GaussianPrior,
-    PrecisionOptimizer,
     factors,
     parameter_groups,
 )
-from lightning_sym.datamodules import InputDataModule
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import MultiLayerPerceptron, Network, RelaxedNetwork
-from lightning_sym.reports.evidence import short
 from lightning_sym.tasks import EquivarianceTask
 
 pytestmark = [
@@ -176,16 +172,6 @@ def test_schedule(tmp_path, capsys, burn_in, every, expected):
     assert seen == expected
     assert [record["epoch"] for record in callback.records] == [*expected, *([] if 7 in expected else [7])]
     assert (set(task.prior.log_precisions.values()) == {0.0}) == (not expected)
-
-
-def test_an_update_takes_so_many_steps_of_adam(tmp_path):
-    """Weights are fixed meanwhile, so the optimizer alone finds the same."""
-    callback = MarginalLikelihood(burn_in=3, every_n_epochs=3, steps=7, lr=0.05)
-    task, _ = fit(tmp_path, callback, max_epochs=3)
-    evidence = evidence_of(task)
-    alone = PrecisionOptimizer(evidence.groups.names, lr=0.05)
-    alone.update(evidence, 7)
-    assert list(task.prior.log_precisions.values()) == pytest.approx(alone.log_precisions.tolist(), rel=1e-9)
 
 
 def test_a_cosine_brings_the_precisions_to_rest(tmp_path):
@@ -381,38 +367,10 @@ def test_a_test_of_a_checkpoint_leaves_what_the_fit_found(tmp_path):
     assert torch.equal(callback.state_dict()["optimizers"][""]["log_precisions"], precisions)
 
 
-def test_tests_alone_need_no_datamodule(tmp_path):
-    callback, task = MarginalLikelihood(), EquivarianceTask(TwoPaths())
-    trainer = quiet_trainer(callback, folder=tmp_path)
-    pairs = DataLoader(planted().pairs, 50)
-    assert trainer.test(task, pairs, verbose=False)[0].keys() == {"test/loss", "test/accuracy"}
-    assert trainer.validate(task, pairs, verbose=False)[0].keys() == {"val/loss", "val/accuracy"}
-    assert callback.records == []
-
-
-class WithoutTest(Given):
-    test_dataloader = InputDataModule.test_dataloader
-
-
-def test_data_without_a_test_split_have_a_report_too(tmp_path):
-    fit(tmp_path, learner(), WithoutTest(*planted().pairs.tensors, 2), max_epochs=1)
-    about = json.loads((tmp_path / "results" / "layers.json").read_text())
-    assert about["test"] == {}
-    assert about["evidence"]["samples"] == 200
-
-
 def test_a_run_that_ends_in_an_epoch_ends_with_its_update(tmp_path):
     callback = learner()
     fit(tmp_path, callback, max_epochs=5, max_steps=11)  # of 8 in an epoch
     assert [record["epoch"] for record in callback.records] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.0077, "8e-3"), (0.0791, "0.079"), (99.4, "99"), (99.7, "100"), (9999.7, "10000"), (2.9e7, "3e7")],
-)
-def test_numbers_of_the_printed_table_are_short(value, text):
-    assert short(value) == text
 
 
 def test_the_engine_is_backpack_where_it_handles_the_network_with_the_same_numbers(tmp_path):

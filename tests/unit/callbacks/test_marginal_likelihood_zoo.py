@@ -189,29 +189,3 @@ def test_what_is_left_behind(tmp_path, capsys):
     mean = sum(values["accuracy"] for values in about["test"].values()) / 2
     assert f"mean over members: test accuracy {100 * mean:.2f} %" in printed
     assert "member" in printed
-
-
-def test_a_large_zoo_is_not_printed_whole(tmp_path, capsys):
-    network = MultiLayerPerceptron(widths=(4,), image_size=8)
-    task = ZooTask(network, members=23, execution="vmap", keep="last", prior_precision=1.0)
-    fit(tmp_path, task, MarginalLikelihood(burn_in=None), max_epochs=1)
-    assert "6 more rows in layers.csv" in " ".join(capsys.readouterr().out.split())
-    assert len(read_csv(tmp_path / "results" / "layers.csv")) == 46
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", 32), ("bf16-true", 16), ("64-true", 64)])
-@pytest.mark.parametrize("kind", ["one", "loop", "vmap"])
-def test_other_precisions_of_training(tmp_path, precision, dtype, kind):
-    """Curvature is in single precision at least, and summed in double."""
-    task = EquivarianceTask(SmallCNN(), optimizer=OPTIMIZERS["adam"]) if kind == "one" else zoo(execution=kind)
-    callback, _ = fit(tmp_path, task, precision=precision, max_epochs=2)
-    state = task.network.state_dict() if kind == "one" else task.population.member_state(1)
-    weight = state["first.weight"]
-    assert torch.finfo(weight.dtype).bits == dtype
-    network = SmallCNN().to(weight.dtype)
-    network.load_state_dict(state)
-    found = factors(network, digits(**DATA).curvature_dataloader())
-    assert next(iter(found.blocks.values())).out_factor.dtype == torch.float64
-    log_likelihood = callback.records[-1]["log_likelihood"]
-    assert log_likelihood == pytest.approx(-found.loss_sum / 80, rel=1e-5)
-    assert log_likelihood != torch.tensor(log_likelihood).item() or precision != "64-true"

@@ -141,12 +141,6 @@ def branching() -> nn.Module:
                    {"linear": of(nn.Linear, 64, 10), "act": of(nn.ReLU)})  # fmt: skip
 
 
-def test_an_untraceable_network_is_measured_by_what_needs_no_group(tmp_path):
-    with pytest.warns(UserWarning, match="no similarity up to the network's own symmetry, and channels are taken to"):
-        fit(tmp_path, plain(branching()), SimilarityMonitor(sites=["act"]))
-    assert {row["measure"] for row in rows(tmp_path)} == {"cka_linear"}
-
-
 def test_a_reference_from_a_zoo_or_a_checkpoint_is_the_network(tmp_path):
     network = perceptron().fresh(5)
     folder = write_zoo(tmp_path / "zoo", [perceptron(), network], digits())
@@ -158,12 +152,6 @@ def test_a_reference_from_a_zoo_or_a_checkpoint_is_the_network(tmp_path):
     assert len(expected) == 3 * 2 * 2
     assert rows(tmp_path / "zoo", **{"with": "reference"}) == expected
     assert rows(tmp_path / "checkpoint", **{"with": "reference"}) == expected
-
-
-def test_a_reference_may_be_of_another_width(tmp_path):
-    wide = MultiLayerPerceptron(widths=(12, 9), image_size=8)
-    fit(tmp_path, plain(perceptron().fresh(3)), SimilarityMonitor(reference=wide))
-    assert all(0 < row["similarity"] <= 1 for row in rows(tmp_path, **{"with": "reference"}))
 
 
 def test_images_of_a_dataloader_are_the_first_ones(tmp_path):

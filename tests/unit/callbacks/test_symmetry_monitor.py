@@ -8,7 +8,7 @@ import torch
 from experiments import Plain
 from fits import digits
 from fits import fit as fit_task
-from helpers import Program, assert_refused, dead_charts, of, read_csv, read_rows
+from helpers import Program, assert_refused, of, read_csv, read_rows
 from matplotlib.image import imread
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -74,12 +74,6 @@ def test_gradient_descent_conserves_to_first_order(tmp_path, norm):
 # ---- when
 
 
-def test_every_so_many_epochs_and_the_end(tmp_path):
-    fit(tmp_path, Plain(sequential()), SymmetryMonitor(every_n_epochs=2, distance=False), max_epochs=5)
-    assert [row["epoch"] for row in rows(tmp_path) if row["group"] == "0"] == [0, 2, 4, 5]
-    assert not (tmp_path / "results" / "symmetry_distance.csv").exists()
-
-
 def test_every_so_many_optimizer_steps(tmp_path):
     """Gradients accumulate over two of an epoch's six batches: a step is not a batch."""
     monitor = SymmetryMonitor(every_n_steps=2)
@@ -141,14 +135,6 @@ def test_example_input_array_is_used(tmp_path):
     assert len(rows(tmp_path)) == 6
 
 
-def test_two_monitors(tmp_path):
-    pair = Program(lambda net, x: net.one(x) + net.two(x), {"one": sequential(), "two": sequential(1)})
-    monitors = SymmetryMonitor(network="network.one"), SymmetryMonitor(network="network.two", prefix="second")
-    fit(tmp_path, Plain(pair), *monitors)
-    assert curve(tmp_path, "0", "imbalance") != [r["imbalance"] for r in rows(tmp_path, "second") if r["group"] == "0"]
-    assert (tmp_path / "results" / "second_distance.csv").is_file()
-
-
 def branching() -> nn.Module:
     return Program(lambda net, x: net.linear(x if x.sum() > 0 else -x), {"linear": of(nn.Linear, 4, 3)})
 
@@ -194,21 +180,6 @@ def test_members_are_those_trained_alone(tmp_path, execution):
         for quantity in ("imbalance", "conserved", "drift", "dead"):
             expected = curve(path, "linear2", quantity, number)
             assert curve(tmp_path / "all", "linear2", quantity, number) == pytest.approx(expected, rel=1e-4)
-
-
-def test_some_members(tmp_path):
-    logger = MetricsCSV(tmp_path)
-    monitor = SymmetryMonitor(members=[2, 0])
-    fit(tmp_path, zoo(members=3), monitor, data=digits(max_samples=48), logger=logger)
-    assert {row["member"] for row in rows(tmp_path)} == {0, 2}
-    last = read_csv(tmp_path / "metrics.csv")[-1]
-    assert dead_charts(monitor.charts, last) == []
-    tag = "symmetry/imbalance/linear1"
-    values = [float(last[f"details/{tag}/member-{number:04d}"]) for number in (0, 2)]
-    assert f"details/{tag}/member-0001" not in last
-    assert float(last[tag]) == pytest.approx(sum(values) / 2)
-    assert values == [curve(tmp_path, "linear1", "imbalance", number)[-1] for number in (0, 2)]
-    assert last["epoch"] == "1"
 
 
 def test_members_that_are_not_finite_are_left_out(tmp_path):

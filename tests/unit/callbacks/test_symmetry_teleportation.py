@@ -74,17 +74,6 @@ def test_functions_stay_and_gradients_grow_fall_or_change():
         assert arm != "descent" or squares[number] < squares[plain]
 
 
-def test_momenta_stay_averages_of_gradients():
-    """The momentum of a scaled weight is that of the plain one, divided by the scale, as its gradient is."""
-    task, watch = run(moves())
-    for number in task.numbers:
-        plain = task.seed_of(number) * len(ARMS)
-        for own, before, g, h in zip(
-            watch.momenta[number], watch.momenta[plain], watch.gradients[number], watch.gradients[plain], strict=True
-        ):
-            torch.testing.assert_close(own * h, before * g, rtol=1e-9, atol=1e-12)
-
-
 def test_reset_empties_the_state():
     _, watch = run(moves(reset_state=True))
     kept = [own is not None for momenta in watch.momenta.values() for own in momenta]
@@ -106,19 +95,6 @@ def test_each_learning_rate_is_used():
         alone = ZooTask(network(), 1, optimizer=functools.partial(MOMENTUM, lr=rate), keep="last")
         fit(alone, max_epochs=1)
         assert_same(task.kept[number]["state"], alone.kept[0]["state"])
-
-
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used")
-def test_a_resumed_run_movingas_an_uninterrupted_one(tmp_path):
-    whole = TeleportationTask(network(), arms=ARMS, rates=[0.1])
-    fit(whole, digits(), *moves(), max_epochs=3)
-    cut = TeleportationTask(network(), arms=ARMS, rates=[0.1])
-    with pytest.raises(RuntimeError, match="interrupted"):
-        fit(cut, digits(), *moves(), Interrupt("1 1"), saving(tmp_path), max_epochs=3)
-    again = TeleportationTask(network(), arms=ARMS, rates=[0.1])
-    fit(again, digits(), *moves(), max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
-    for number in whole.numbers:
-        assert_same(whole.kept[number]["state"], again.kept[number]["state"])
 
 
 def test_random_elements_move_the_chosen_factors_by_the_budget():
@@ -219,12 +195,6 @@ def test_moves_are_logged_at_the_trainers_multiples_of_steps(tmp_path):
     assert all(float(row[names[0]]) < float(row[names[1]]) for row in rows)
 
 
-def test_no_moves_are_logged_if_the_trainer_logs_no_steps(tmp_path):
-    settings = {"log_every_n_steps": 0, "logger": MetricsCSV(tmp_path)}
-    fit(ZooTask(network(), 1), digits(), SymmetryTeleportation(way="balance", every_n_steps=1), **settings)
-    assert "teleportation" not in (tmp_path / "metrics.csv").read_text()
-
-
 @pytest.mark.filterwarnings("ignore:.*was stopped in epoch")
 @pytest.mark.parametrize("way", ["balance", "ascent"])
 def test_a_member_with_weights_that_overflowed_does_not_end_the_others(way):
@@ -274,18 +244,6 @@ def test_matrices_balance_only_where_no_state_must_follow():
     assert "dense" in moved(reset_state=True)
     with pytest.raises(ValueError, match="cannot move under cells"):
         moved(factors="cells")
-
-
-def test_scales_before_batch_norms_do_not_balance():
-    """The function stays in training mode: these scales would change it there."""
-    own = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3)).double()
-    images = torch.randn(16, 1, 6, 6).double()
-    symmetry = trace_symmetry(own, images)
-    own = symmetry.act(symmetry.sample(scale=1.0), own).train()
-    move = Teleportation("balance").found(symmetry, own, None)
-    moved = symmetry.act(move.element, own)
-    assert move.after < move.before
-    torch.testing.assert_close(moved(images), own(images), rtol=1e-10, atol=1e-10)
 
 
 class Plain(LightningModule):

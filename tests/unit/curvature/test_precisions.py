@@ -1,6 +1,5 @@
 """Groups of precisions, their optimizer, and the words of the errors."""
 
-import copy
 import math
 
 import pytest
@@ -106,30 +105,6 @@ def test_steps_of_adam_are_those_of_torch():
     torch.testing.assert_close(optimizer.log_precisions, plain.detach())
     assert optimizer.log_noise == 0
     assert not optimizer.log_precisions.requires_grad
-
-
-@pytest.mark.parametrize("learn_noise", [False, True])
-def test_resumed_precision_optimizer_is_uninterrupted(learn_noise):
-    network = nn.Linear(4, 3)
-    x = torch.randn(20, 4)
-    found = Evidence.of(
-        network, factors(network, [(x, torch.randn(20, 3))], "regression"), parameter_groups(network, "per_tensor")
-    )
-    make = lambda: PrecisionOptimizer(found.groups.names, learn_noise=learn_noise)  # noqa: E731
-    whole, first, second = make(), make(), make()
-    whole.update(found, 3)
-    whole.update(found, 4)
-    first.update(found, 3)
-    state = first.state_dict()
-    kept = copy.deepcopy(state)
-    first.update(found, 4)
-    assert torch.equal(state["log_precisions"], kept["log_precisions"]), "a state does not follow the optimizer"
-    second.load_state_dict(state)
-    second.update(found, 4)
-    for one in (first, second):
-        assert torch.equal(one.log_precisions, whole.log_precisions)
-        assert torch.equal(one.log_noise, whole.log_noise)
-    assert (whole.log_noise != 0) == learn_noise
 
 
 def test_log_precisions_are_clamped():

@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 from fits import fit
-from helpers import assert_refused
 
 from lightning_sym.datamodules import DigitsDataModule, Rotated, TensorLoader
 from lightning_sym.datamodules.base import channel_statistics
@@ -121,37 +120,6 @@ def test_overfit_batches_repeats_the_same_batches(tiny, recorder):
     task = recorder(data)
     fit(task, data, max_epochs=2, overfit_batches=2, num_sanity_val_steps=0)
     assert [batch for epoch, batch in task.seen if epoch == 0] == [batch for epoch, batch in task.seen if epoch == 1]
-
-
-class TwoRanks:
-    """What the datamodule asks a trainer for."""
-
-    overfit_batches = 0
-    lightning_module = None
-
-    def __init__(self, rank, world_size=2):
-        self.distributed_sampler_kwargs = {"num_replicas": world_size, "rank": rank}
-        self.strategy = type("Strategy", (), {"root_device": torch.device("cpu")})()
-
-
-def on_ranks(data, name, world_size=2):
-    loaders = []
-    for rank in range(world_size):
-        data.trainer = TwoRanks(rank, world_size)
-        loaders.append(getattr(data, name)())
-    return loaders
-
-
-def test_processes_share_every_loader(tiny):
-    one, two = tiny(batch_size=8), tiny(batch_size=4)
-    whole = [labels for _, labels in one.train_dataloader()]
-    parts = [[labels for _, labels in loader] for loader in on_ranks(two, "train_dataloader")]
-    assert all(torch.equal(w, torch.cat([a, b])) for w, a, b in zip(whole, *parts, strict=True))
-    for name in ("val_dataloader", "test_dataloader", "predict_dataloader", "curvature_dataloader"):
-        parts = [labels for loader in on_ranks(two, name) for _, labels in loader]
-        one.trainer = None
-        assert torch.equal(torch.cat(parts), torch.cat([labels for _, labels in getattr(one, name)()]))
-    assert_refused(on_ranks, two, "train_dataloader", 10, says="batch_size 4 x 10 processes = 40 is more than the 36")
 
 
 def test_identity_is_plain_stable_and_about_the_data(tiny):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from fits import Interrupt, fit
+from fits import fit
 from helpers import assert_refused, assert_same
 from safetensors.torch import save_file
 from torch.nn.functional import mse_loss
@@ -14,9 +14,8 @@ from torchvision.transforms.functional import to_pil_image
 
 from lightning_sym._random import generator
 from lightning_sym.callbacks import MarginalLikelihood, ZooExport
-from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import DatasetDataModule, DiabetesDataModule, TensorDataModule, TensorLoader
-from lightning_sym.networks import MultiLayerPerceptron, Network
+from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import MatchingTask, SquaredDistance, ZooTask
 from lightning_sym.zoo import ModelZoo
 
@@ -327,34 +326,6 @@ class Words(torch.nn.Module):
 
 def perceptron(outputs):
     return MultiLayerPerceptron([4], in_channels=2, image_size=(7, 1), num_classes=outputs)
-
-
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("place", ["0 3", "1 2"])
-@pytest.mark.parametrize(
-    ("make", "network", "loss"),
-    [
-        (lambda: data(standardize=True, augmentations=[noisy]), lambda: perceptron(3), None),
-        (lambda: data(targets=VALUES, standardize=True), lambda: perceptron(1), SquaredDistance()),
-        (lambda: DatasetDataModule(TensorDataset(SPECTRA, LABELS), batch_size=8), lambda: perceptron(3), None),
-        (lambda: data(torch.arange(240).view(60, 4) % 11), lambda: Network.wrap(Words), None),
-    ],
-    ids=["classes", "values", "data set", "tokens"],
-)
-@pytest.mark.few(3)
-def test_an_interrupted_fit_ends_as_one_that_was_not(place, make, network, loss, tmp_path):
-    def once(name, place, resumed=None):
-        task = ZooTask(network(), members=2, loss=loss)
-        every = {"every_n_train_steps": 1, "save_on_train_epoch_end": True}
-        kept = RunCheckpoint(tmp_path / name, filename="last", enable_version_counter=False, **every)
-        fit(task, make(), Interrupt(place), kept, max_epochs=2, ckpt_path=resumed)
-
-    once("whole", "")
-    assert_refused(once, "part", place, says="interrupted", error=RuntimeError)
-    once("resumed", "", tmp_path / "part" / "last.ckpt")
-    whole, resumed = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in ("whole", "resumed"))
-    for key in ("state_dict", "optimizer_states", "population"):
-        assert_same(whole[key], resumed[key], key)
 
 
 def test_arrays_of_numpy_come_in_any_order_or_are_refused_in_a_sentence():

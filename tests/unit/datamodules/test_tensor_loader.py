@@ -31,15 +31,6 @@ def test_without_seeds_gives_the_images_in_order_and_normalised(numbered):
     assert [len(batch) for batch, _ in make(numbered, drop_last=True)] == [6, 6, 6]
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_whole_batches_are_dealt_out_and_all_processes_have_as_many(numbered, processes):
-    loaders = [make(numbered, dealt=True, rank=rank, world_size=processes) for rank in range(processes)]
-    shares = [[labels.tolist() for _, labels in epoch(loader)] for loader in loaders]
-    assert {len(share) for share in shares} == {-(-4 // processes)}
-    dealt = [batch for turn in zip(*shares, strict=True) for batch in turn if batch]
-    assert dealt == [labels.tolist() for _, labels in make(numbered)]
-
-
 def test_order_is_the_documented_permutation(numbered):
     source = numbered(20)
     loader = make(numbered, seeds=7)
@@ -49,14 +40,6 @@ def test_order_is_the_documented_permutation(numbered):
         assert torch.equal(labels, source.labels[order])
         assert torch.equal(images, loader.normalize(source.images[order]))
     assert not torch.equal(joined(loader, 0)[1], joined(loader, 3)[1])
-
-
-def test_an_epoch_does_not_depend_on_what_was_iterated_before(numbered):
-    loader = make(numbered, seeds=1, shift=2, flip=True)
-    first = joined(loader, 5)[0]
-    next(iter(loader))  # abandoned
-    joined(loader, 2)
-    assert torch.equal(joined(loader, 5)[0], first)
 
 
 @pytest.mark.parametrize("fill", ["mean", 0, 200.4])

@@ -120,17 +120,6 @@ def test_names_of_a_few_sites_can_be_read():
             assert slant or all(one.x1 < two.x0 for one, two in itertools.pairwise(boxes))
 
 
-def test_what_only_outer_panels_name_is_on_every_card():
-    """Rows and columns share names of axes and titles; the accuracy of the second kind has neither by itself."""
-    found = []
-    for _, card in cards(interpolation()):
-        (panel,) = (axes for axes in card.axes if axes.get_visible())
-        found.append((panel.get_title(), panel.get_ylabel()))
-        assert "from A" in panel.get_xlabel()
-    labels = ["loss, nats"] * 3 + ["accuracy, %"] * 3
-    assert found == list(zip(["as is", "recalibrated", "merged"] * 2, labels, strict=True))
-
-
 def test_every_figure_is_drawn_with_words_that_can_be_read():
     """The decorator enlarges them; a new function without it would be small in TensorBoard's page of images."""
     functions = {name: getattr(figures, name) for name in figures.__all__ if callable(getattr(figures, name))}

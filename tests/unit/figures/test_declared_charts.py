@@ -162,15 +162,6 @@ def test_few_whole_numbers_on_a_logarithmic_axis_have_ticks(places):
         assert set(axes.get_xticks()) <= {10.0**power for power in range(-5, 6)}
 
 
-def test_a_shared_axis_ends_where_all_data_do():
-    table = rows(x=[0, 1] * 2, part=[1, 1, 2, 2], y=[1.0, 0.9, 1.0, -0.2])
-    panel = Panel([Marks("y", "x")], by=["part"], top=1.03)
-    for axes in drawn(Chart([panel], share="xy").draw(table)).axes:
-        low, high = axes.get_ylim()
-        assert low < -0.2
-        assert high == 1.03
-
-
 def test_what_was_not_measured_is_said_and_what_is_not_there_is_left_out():
     table = rows(x=[0, 1], y=[None, float("nan")], z=[1.0, 2.0])
     (axes,) = drawn(chart(Marks("y", "x")).draw(table)).axes
@@ -182,45 +173,7 @@ def test_what_was_not_measured_is_said_and_what_is_not_there_is_left_out():
     assert [name for name, _ in Chart(panels).named("some", table)] == ["some"]
 
 
-def test_of_very_many_names_some_are_in_the_legend():
-    table = rows(x=[0] * 30, name=[f"layer{number}" for number in range(30)], y=list(range(30)))
-    for legend, most in (("below", 12), ("each", 7)):
-        panel = Panel([Marks("y", "x", ["name"])])
-        figure = drawn(Chart([panel], legend=legend).draw(table))
-        shown = figure.legends[0] if figure.legends else figure.axes[0].get_legend()
-        names = [text.get_text() for text in shown.get_texts()]
-        assert (names[0], names[-1]) == ("layer0", "layer29")
-        assert len(names) <= most
-
-
-def test_a_legend_above_lies_over_no_line():
-    """Constant lines over all the width, as ranks are, leave no free corner."""
-    table = rows(t=[0.0, 0.5, 1.0], rank=640, nullity=8000, small=1e-8)
-    marks = [Marks(name, "t", label=name) for name in ("rank", "nullity", "small")]
-    panels = [Panel(marks, log=log) for log in ("", "y")]
-    for axes in drawn(Chart(panels, legend="above").draw(table)).axes:
-        box = axes.get_legend().get_window_extent()
-        heights = [axes.transData.transform(line.get_xydata())[:, 1] for line in axes.get_lines()]
-        assert max(map(max, heights)) < box.y0
-        assert box.y1 < axes.get_window_extent().y1
-
-
-@pytest.mark.parametrize("legend", ["each", "above"])
-def test_a_line_and_its_error_bars_have_one_entry(legend):
-    table = rows(t=[0.0, 1.0], trace=[1.0, 2.0], std=0.1)
-    marks = [Marks("trace", "t", label="trace"), Marks("trace", "t", kind="error", label="trace", error=["std"])]
-    (axes,) = drawn(Chart([Panel(marks)], legend=legend).draw(table)).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["trace"]
-
-
 # ---- named places
-
-
-def test_names_stand_in_the_order_of_the_table():
-    table = rows(site=["a", "b", "b", "a"], kind=["x", "x", "y", "y"], y=[1.0, 2.0, 3.0, 4.0])
-    (axes,) = drawn(chart(Marks("y", "site", ["kind"]), by=[]).draw([table[2], *table])).axes
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["b", "a"]
-    assert [line.get_ydata().tolist() for line in axes.lines][1] == [2.0, 1.0]
 
 
 def test_bars_stand_side_by_side_with_their_values():
@@ -283,26 +236,3 @@ def penalties(values, std=0.0):
     marks = Marks("y", "site", kind="error", error=["std"], factor=100)
     (axes,) = drawn(chart(marks, points=True).draw(rows(site=PLACES, y=values, std=std))).axes
     return axes
-
-
-def test_large_penalties_leave_room_for_small_ones():
-    axes = penalties([0.0005, 0.02, 0.8], 0.0001)
-    assert axes.get_yscale() == "symlog"
-    assert "logarithmic above 10" in axes.get_ylabel()
-    bottom, top = axes.get_ylim()
-    assert bottom < 0
-    assert top > 80
-    heights = axes.transAxes.inverted().transform(axes.transData.transform([(0, 0.0), (0, 2.0), (0, 10.0), (0, 80.0)]))
-    assert heights[1, 1] - heights[0, 1] > 0.07
-    assert 0.35 < heights[2, 1] < 0.65
-    assert heights[3, 1] < 1
-    assert {0, 2, 10, 20, 60} <= {tick for tick in axes.get_yticks() if bottom <= tick <= top}
-
-
-def test_small_negative_and_missing_penalties():
-    axes = penalties([-0.02, 0.01, None], 0.015)
-    assert (axes.get_yscale(), axes.get_ylabel()) == ("linear", "penalty, points of accuracy")
-    assert axes.get_ylim()[0] < -3
-    assert any(np.all(np.asarray(line.get_ydata()) == 0) for line in axes.lines)
-    assert penalties([-0.3, 0.01, 0.5]).get_ylim()[0] < -30
-    assert np.isfinite(penalties([None] * 3).get_ylim()).all()

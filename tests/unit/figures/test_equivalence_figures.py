@@ -118,23 +118,6 @@ def test_surface_has_the_points_at_their_height_and_is_cut_off():
     assert figure.get_suptitle() == "surface"
 
 
-def test_surface_between_grid_points_is_a_square_of_linear():
-    values = np.abs(AXIS)[:, None] ** 2 + 0 * AXIS
-    figure = drawn(loss_surface(values, AXIS, [], SCALE, clip=1.0))
-    (surface,) = (part for part in figure.axes[0].collections if isinstance(part, Poly3DCollection))
-    # J = c1^2 to a rounding: nothing is below 0 or above the cut, and the valley reaches down to (almost) 0.
-    assert np.nanmin(surface.get_array()) == pytest.approx(0, abs=1e-3)
-    assert figure.axes[0].get_zlabel() == "J, cut off at 1"
-
-
-def test_surface_is_seen_from_where_points_are_not_hidden():
-    ridge = np.where(AXIS < -1, 0.0, 3.0)[None, :] + np.zeros((41, 1))  # a valley at low c2, high ground behind
-    open_side = drawn(loss_surface(ridge, AXIS, [FoundPoint("a", (0, -1.5), 0)], SCALE, clip=4)).axes[0]
-    other_side = drawn(loss_surface(ridge[:, ::-1], AXIS, [FoundPoint("a", (0, 1.5), 0)], SCALE, clip=4)).axes[0]
-    assert open_side.azim == -60
-    assert 0 < other_side.azim < 180
-
-
 def test_contours_are_of_the_natural_logarithm():
     values = plane(2)
     values[20, 20] = 0  # the centre is a member
@@ -193,18 +176,6 @@ def test_points_off_the_grid_or_off_the_plane_are_told_apart():
     assert lines(axes, "t").get_markerfacecolor() == "none"
 
 
-def test_marks_beyond_the_bar_are_at_its_end_and_texts_do_not_overlap():
-    close = SimpleNamespace(zero=6.4e-6, constant=6.0e-6)
-    figure = drawn(embedding(np.eye(2), [1e-6, 2e-6], 1e-5, [], close))
-    boxes = sorted((text.get_window_extent() for text in bar(figure).texts), key=lambda box: box.y0)
-    assert boxes[0].y1 <= boxes[1].y0
-    figure = drawn(embedding(np.eye(2), [1e-6, 2e-6], 3e-6, [], close))
-    assert [text.get_text() for text in bar(figure).texts] == ["▲ V = 6e-06", "▲ $J_0$ = 6.4e-06"]
-    heights = [text.get_window_extent().y0 for text in bar(figure).texts]
-    assert heights[0] < heights[1]
-    assert not bar(figure).lines
-
-
 def test_two_planes_have_one_scale():
     near, far = plane(2), 100 * plane(2, AXIS[::2])
     figure = drawn(
@@ -256,16 +227,6 @@ def test_point_set_has_all_points_below_epsilon():
     assert marked(bar(figure)) == pytest.approx({"$J_0$ = 0.202": SCALE.zero, "V = 0.0841": SCALE.constant})
 
 
-def test_many_points_are_thinned_always_alike():
-    coefficients = np.random.default_rng(0).uniform(-2, 2, (120_000, 3))
-    values = np.full(120_000, 0.001)
-    figures = [point_set(coefficients, values, 0.01, (-2, 2), [], SCALE, most=1000) for _ in range(2)]
-    assert "120,000 grid points, 1,000 of them drawn" in figures[0].get_suptitle()
-    first, second = (figure.axes[0].collections[0]._offsets3d[0] for figure in figures)
-    assert len(first) == 1000
-    np.testing.assert_array_equal(first, second)
-
-
 @pytest.mark.parametrize("count", [0, 5])
 def test_an_empty_set_says_so(count):
     figure = drawn(point_set(np.zeros((count, 3)), np.full(count, 0.3), 0.1, 2.0, POINTS3, SCALE, title="empty"))
@@ -291,12 +252,6 @@ def test_mesh_is_a_sphere():
     rejected, triangles = isosurface_mesh(np.where(values < 1.6, values, np.inf), AXIS, 1.0)
     assert len(triangles) == len(faces)
     np.testing.assert_allclose(np.linalg.norm(rejected, axis=1), 0.9, atol=0.05)
-
-
-def test_mesh_of_a_thin_set_is_in_place():
-    x = np.meshgrid(*[AXIS] * 3, indexing="ij")[0]
-    vertices, _ = isosurface_mesh((x - 0.5) ** 2, AXIS, 0.003)  # half a cell wide, around a plane of the grid
-    np.testing.assert_allclose(np.abs(vertices[:, 0] - 0.5), np.sqrt(0.003), rtol=1e-4)
 
 
 def test_mesh_leaves_out_cubes_without_values():
@@ -328,12 +283,6 @@ def test_isosurface_shows_the_set_and_the_exact_class():
         assert any("J = 0.02  ($J_0$ = 0.202, V = 0.0841)" in label for label in labels(figure))
     assert labels(figure)[-1] == "exact class (not on this grid)"
     assert figure.axes[0].azim != figure.axes[1].azim
-
-
-def test_an_empty_isosurface_says_so():
-    figure = drawn(isosurface(sphere() + 1, AXIS, 0.5, POINTS3, SCALE))
-    assert "J = 0.5 nowhere on the grid: J goes from 1 to 13" in words(figure).replace("\n", " ")
-    drawn(isosurface(np.full((41, 41, 41), np.nan), AXIS, 0.5, POINTS3, SCALE))
 
 
 def test_embedding_has_the_points_of_the_paper_on_top():
@@ -395,47 +344,7 @@ def test_search_tells_survivors_from_failures():
     assert sum(patch.get_height() for patch in right.patches) == 5
 
 
-def test_search_with_many_candidates_and_with_one_step():
-    steps, losses = search(400)
-    kept = np.arange(400) % 2 == 0
-    figure = drawn(search_curves(steps, losses, kept, 1e-6, SCALE, levels={}))
-    assert labels(figure)[:2] == ["not found: 200, 150 drawn", "found: 200, 150 drawn"]
-    assert [len(part.get_segments()) for part in figure.axes[0].collections] == [150, 150]
-    drawn(search_curves([0], [[0.1, np.inf, np.nan]], [True, False, False], 1e-6, SCALE, levels={}))
-    drawn(search_curves([0], [[np.nan]], [False], 1e-6, SimpleNamespace(zero=0.0, constant=0.0), levels={}))
-
-
 # ---- all
-
-
-@pytest.mark.parametrize("title", ["", "A title that is so long that it has to be broken into several lines " * 2])
-def test_the_warning_is_red_below_the_title_and_above_the_axes(title):
-    warning = "epsilon = 0.02 is more than a tenth of J0. " * 5
-    coefficients = np.random.default_rng(0).uniform(-1, 1, (20, 3))
-    for figure in (
-        log_contour(plane(2), AXIS, POINTS, SCALE, title=title, warning=warning),
-        loss_surface(plane(2), AXIS, POINTS, SCALE, title=title, warning=warning),
-        point_set(coefficients, np.zeros(20), 0.1, 1.0, [], SCALE, title=title, warning=warning),
-        betti_curve([0.1], {"pieces": [1]}, {}, title=title, warning=warning),
-    ):
-        drawn(figure)
-        (note,) = notes(figure)
-        assert note.get_color() == "#c00000"
-        assert note.get_text().replace("\n", " ") == warning.strip()
-        box = note.get_window_extent()
-        assert box.y0 >= max(axes.get_window_extent().y1 for axes in figure.axes)
-        assert box.x0 >= 0
-        assert box.x1 <= figure.bbox.x1
-        assert box.y1 <= figure.bbox.y1
-
-
-def test_legends_are_below_the_axes():
-    points = [FoundPoint(f"point {k} with a long name", (0.1 * k, 0), 0.1) for k in range(9)]
-    figure = drawn(log_contour(plane(2), AXIS, points, SCALE, epsilon=0.01))
-    box = figure.legends[0].get_window_extent()
-    assert box.y1 <= figure.axes[0].get_window_extent().y0
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.x1
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,9 @@ from lightning_sym.figures import (
     Panel,
     figure_bytes,
     fitted_figure,
-    measure_label,
-    readable_names,
     similarity_maps,
     write_figure,
 )
-from lightning_sym.figures._panels import without_common_prefix
 
 LONG = [f"module.encoder.layers.{number}.self_attention.out_proj" for number in range(24)]
 
@@ -91,52 +88,12 @@ def test_long_names_of_modules_do_not_overlap(draw, size):
             assert min(np.diff(places)) * np.sin(slant) > high
 
 
-def test_numbers_that_do_not_fit_into_cells_are_hidden():
-    few, many = heat_map(["a", "b"]), heat_map([f"layer{number}" for number in range(10)])
-    assert all(text.get_visible() for text in fitted_figure(few, "column").axes[0].texts)
-    for size in (None, "column"):
-        fitted = fitted_figure(many, size)
-        fitted.draw_without_rendering()
-        texts = [text for text in fitted.axes[0].texts if text.get_visible()]
-        cell = abs(np.diff(fitted.axes[0].transData.transform([(0, 0), (1, 0)])[:, 0])[0])
-        assert len(texts) in (0, 100)
-        assert all(text.get_window_extent().width <= cell for text in texts)
-
-
 def test_lines_differ_by_dashes_and_markers_as_well_as_colors():
     drawn = lines(["a", "b", "c"]).axes[0].lines
     looks = {(line.get_color(), str(line._unscaled_dash_pattern), line.get_marker()) for line in drawn}
     assert len(looks) == len(drawn) == 3
     for properties in zip(*looks, strict=True):
         assert len(set(properties)) == 3
-
-
-def test_declared_dashes_keep_their_meaning():
-    rows = [{"x": x, "g": g, "y": x} for g in ("trained", "null", "other") for x in (1, 2)]
-    chart = Chart([Panel([Marks("y", "x", ["g"], looks={"null": {"ls": ":"}})])])
-    drawn = chart.draw(rows).axes[0].lines
-    assert {line.get_label(): line.get_linestyle() for line in drawn} == {"trained": "-", "null": ":", "other": "-"}
-
-
-def test_labels_are_for_people():
-    assert measure_label("group") == "Procrustes, group"
-    assert measure_label("my measure") == "my measure"
-    assert readable_names("module.activation3 and cka_laplace") == "activation3 and CKA, Laplace"
-    assert readable_names("least_squares") == "least squares"
-    assert readable_names("rank(4), group(euclidean)") == "rank 4, group, Euclidean"
-    assert readable_names("group(0.01), group(euclidean,chosen)") == "group, 0.01, group, Euclidean, chosen"
-    # A place has one name, that of tables and options.
-    for unchanged in ("embedding.activation1", "blocks.2", "blocks.3.attention.heads"):
-        assert readable_names(unchanged) == unchanged
-    for unchanged in ("layer1.0.conv1.weight", r"$\alpha$: activation1", "runs/activation1", "val_loss", ""):
-        assert readable_names(unchanged) == unchanged
-    assert without_common_prefix(["a.b.0", "a.b.1"]) == ["b.0", "b.1"]
-    assert without_common_prefix(["a.b", "c.b"]) == ["a.b", "c.b"]
-    assert without_common_prefix(["a.b"]) == ["a.b"]
-
-
-def test_a_notebook_shows_a_figure():
-    assert lines(["a", "b"])._repr_png_().startswith(b"\x89PNG")
 
 
 def test_any_figure_of_matplotlib_is_written(tmp_path):

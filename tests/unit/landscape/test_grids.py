@@ -170,20 +170,6 @@ def too_large(says, surface, plane, grid, **options):
     assert_refused(lambda: evaluate_grid(surface, plane, grid, **options), says=says, error=GridTooLargeError)
 
 
-def test_the_estimate_of_memory_is_a_limit():
-    place, grid = small(dimension=3), Grid(3, 5, 1.0)
-    says = "2000^3 = 8000000000 points need about 179 GiB, above limit_bytes (2 GiB)"
-    too_large(says, *place, Grid(3, 2000, 1.0))
-    too_large("pass limit_bytes=None", *place, grid, limit_bytes=1000)
-    assert evaluate_grid(*place, grid, limit_bytes=None).shape == (5, 5, 5)
-
-
-def test_the_estimate_of_time_is_a_limit():
-    place, says = small("loop", dimension=3), (" s (1 process(es)), above limit_seconds (0.5 s)", "limit_seconds=None")
-    too_large(says, *place, Grid(3, 100, 1.0), limit_seconds=0.5)
-    assert evaluate_grid(*place, Grid(3, 3, 1.0), limit_seconds=None).shape == (3, 3, 3)
-
-
 def test_only_what_is_left_counts_for_the_limit(tmp_path):
     class Slow(nn.Linear):
         def forward(self, x):

@@ -153,19 +153,6 @@ def test_auto_follows_a_rule_where_there_is_one(name, expected):
     assert LossSurface(network, inputs, targets).method == expected
 
 
-def test_auto_times_the_methods_once_for_other_networks():
-    network, inputs, targets, plane, coefficients = case("skip")
-    says = "'first', is not the only one that reads the input"
-    assert_refused(LossSurface, network, inputs, targets, method="affine", says=says)
-    surface = LossSurface(network, inputs, targets)
-    assert surface.method == "auto"
-    surface.on(plane, coefficients)
-    chosen = surface.method
-    assert chosen in ("vmap", "loop")
-    surface.at(plane.weights(coefficients))
-    assert surface.method == chosen
-
-
 class Tied(nn.Module):
     """The first layer's weight is used again."""
 
@@ -271,18 +258,6 @@ def test_losses_that_are_not_finite_are_infinite():
         assert found.isinf().tolist() == [True, True, False]
 
 
-def test_targets_carry_no_gradient_and_nothing_is_shared():
-    network, inputs, _, plane, coefficients = case("one hidden layer")
-    targets = network(inputs)
-    surface = LossSurface(network, inputs, targets)
-    assert not surface.targets.requires_grad
-    before = surface.on(plane, coefficients)
-    inputs += 1
-    with torch.no_grad():
-        network.classifier.weight += 1
-    assert torch.equal(surface.on(plane, coefficients), before)
-
-
 @pytest.mark.parametrize("shape", [(5, 4, 9, 11), (3, 2, 6, 6), (2, 3, 7, 6)])
 @pytest.mark.parametrize("size", [2, 3])
 def test_fast_pooling_is_max_pooling_to_the_bit(shape, size):
@@ -291,15 +266,6 @@ def test_fast_pooling_is_max_pooling_to_the_bit(shape, size):
     x = torch.randn(shape)
     x[0, 0, 0, 0] = torch.nan
     torch.testing.assert_close(MaxPool(size)(x), nn.MaxPool2d(size)(x), rtol=0, atol=0, equal_nan=True)
-
-
-def test_other_poolings_are_kept():
-    torch.manual_seed(0)
-    for pool in (nn.MaxPool2d(3, stride=1), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True)):
-        network = nn.Sequential(nn.Conv2d(1, 2, 3), pool, nn.Flatten(), nn.LazyLinear(1))
-        inputs = torch.randn(4, 1, 7, 7)
-        targets = network(inputs)
-        assert LossSurface(network, inputs, targets).at(weight_vector(network)[None]).item() < 1e-12
 
 
 def test_no_points_give_no_losses():

@@ -7,7 +7,6 @@ import torch
 from helpers import Program, assert_refused, of
 from torch import Tensor, nn
 
-from lightning_sym._distributed import device_of, wide
 from lightning_sym.networks import CIFARResNet, MyrtleCNN, batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError
 
@@ -207,14 +206,6 @@ def test_batch_norms_that_are_not_reached_are_left_alone(exact):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_network_without_batch_norm_reads_no_data(exact):
-    def batches():
-        raise AssertionError
-
-    assert recalibrate_batch_norm(nn.Linear(2, 2), batches, exact=exact) == []
-
-
-@pytest.mark.parametrize("exact", [False, True])
 def test_batches_may_be_pairs_or_a_function(exact):
     a, b, c = deep(), deep(), deep()
     recalibrate_batch_norm(a, images().split(8), exact=exact)
@@ -276,13 +267,6 @@ def test_batch_norm_that_is_called_twice():
     assert_refused(recalibrate_batch_norm, network, [torch.randn(4, 2)], exact=True, says="'0' is called 2 times for")
     assert recalibrate_batch_norm(network, [torch.randn(4, 2)]) == ["0"]
     assert norm.num_batches_tracked == 2
-
-
-def test_devices_and_dtypes_of_sums():
-    assert device_of(nn.ReLU()).type == "cpu"
-    assert device_of(nn.Linear(1, 1, device="meta")).type == "meta"
-    assert wide(torch.device("mps")) == torch.float32
-    assert wide(torch.device("cuda")) == torch.float64
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """Groups of runs that differ by seed only: means, intervals and differences do not depend on how runs are given."""
 
 import dataclasses
-import io
 import math
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 from helpers import assert_refused, printed, too_small
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from scipy.stats import ttest_ind
 
 from lightning_sym._runs import FinishedRun
@@ -155,35 +153,3 @@ def test_only_common_numbers_are_compared_and_the_others_are_said():
     with pytest.raises(ValueError, match=r"no number in common: .*a has penalty; .*b has barrier"):
         compare_runs([run("a", {"penalty": 2.0}), run("b", {"barrier": 0.5}, width=9)])
     assert_refused(compare_runs, [a], says=("two or more runs that have ended, got ", "a alone"))
-
-
-def test_long_lists_leave_room_for_the_names_of_settings():
-    maps = ", ".join(f'"group(euclidean,{number})"' for number in range(4))
-    runs = [run(name, {"loss": 1.0}, options={"model.channels_last": f"[{maps}]{name}"}) for name in ("a", "b")]
-    text = printed(compare_runs(runs).show)
-    assert "model.channels_last" in text
-    assert text.count("setting ") == 1  # one table holds both runs
-
-
-def test_many_rows_groups_and_long_names_fit_on_80_columns():
-    numbers = {f"details/test_penalty/some_long_site{n}/doubly_stochastic": n / 7 for n in range(50)}
-    runs = [
-        run(
-            f"{'long' * 5}-{width}-s{seed}",
-            {name: value + seed * width for name, value in numbers.items()},
-            width,
-            seed,
-        )
-        for width in range(1, 5)
-        for seed in (0, 1)
-    ]
-    found = compare_runs(runs, metrics=["*"])
-    console = Console(file=io.StringIO(), width=80)
-    found.show(console)
-    text = console.file.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
-    assert "+10 more" in text
-    assert "Settings that differ" in text.splitlines()[0]
-    assert len(found.table.rows) == 50 * 4
-    assert len(found.figure().axes) == 12
-    assert math.isfinite(found.table.rows[-1]["difference"])

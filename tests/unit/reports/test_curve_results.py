@@ -66,14 +66,3 @@ def test_results_of_a_run(paths, tmp_path):
     assert "matched 0.9500 0.7500" in text
     assert "one was stopped" in text
     assert len(results.tables[-1].rows) == 16
-
-
-def test_without_planes_or_accuracies(paths):
-    for own in paths.values():
-        for path in own.values():
-            for split, along in path.along.items():
-                path.along[split] = Barrier(along.loss, None, along.samples, False, along.t)
-    results = curve_results(paths, [], title="Net", about={})
-    assert [name for name, _ in results.figures] == ["along"]
-    assert [table.name for table in results.tables] == ["summary", "curves", "points"]
-    assert results.tables[0].rows[0]["accuracy_barrier"] is None

@@ -1,9 +1,6 @@
 """The printed table of the evidence: a row for each path, readable at 80 columns."""
 
-import io
-
 import pytest
-from rich.console import Console
 
 from lightning_sym.reports.evidence import evidence_results
 
@@ -18,27 +15,6 @@ def record(paths: list[str]) -> dict[str, object]:
         for place, path in enumerate(paths)
     }
     return {"epoch": 1, "seconds": 0.1, **TERMS, "paths": found}
-
-
-@pytest.mark.parametrize("paths", [[""], ["fc", "conv"], ["sfc", "gconv_depthwise_separable", "conv"]])
-@pytest.mark.parametrize("members", [None, 2])
-def test_every_path_has_a_row_in_80_columns(paths, members):
-    last = {None: record(paths)} if members is None else {number: record(paths) for number in range(members)}
-    tested = {number: {"loss": 0.1, "accuracy": 0.9} for number in last}
-    results = evidence_results(
-        list(last.values()), last, tested, network="Net", architecture={}, members=members, updated=True, about={}
-    )
-    text = io.StringIO()
-    Console(file=text, width=80).print(results.shown)
-    lines = [line.split() for line in text.getvalue().splitlines() if "123" in line]
-    assert "…" not in text.getvalue()
-    assert len(lines) == min(40, 8 * len(paths) * len(last))
-    first = lines[0][1:] if members else lines[0]
-    assert first[0] == "block1"
-    if paths[0]:
-        assert (first[1], first[-1]) == (paths[0], "1.000*")  # the first has the largest relative number
-        assert [line[line.index("123") - 1] for line in lines[: len(paths)]] == paths
-        assert sum(line[-1][-1] == "*" for line in lines[: len(paths)]) == 1
 
 
 @pytest.mark.parametrize(("ends", "falls"), [((-0.2, -0.3), True), ((-0.3, -0.2), False), ((-0.3, -0.3), False)])

@@ -8,7 +8,7 @@ from helpers import printed
 
 from lightning_sym.connectivity import Barrier
 from lightning_sym.networks import MultiLayerPerceptron
-from lightning_sym.reports.matching import Line, barrier_rows, curve_rows, matching_results, matching_summary
+from lightning_sym.reports.matching import Line, matching_results, matching_summary
 from lightning_sym.symmetry import trace_symmetry
 
 PAIRS = [(0, 1), (0, 2), (1, 2)]
@@ -53,21 +53,6 @@ def test_the_summary_is_the_mean_over_pairs(curves):
     two = matching_summary({one: {(0, 1): found[0, 1]} for one, found in curves.items()})
     assert two[0]["loss_barrier_low"] is None  # two models: no interval
     assert two[0]["note"].startswith("no interval")
-
-
-def test_rows_of_pairs_and_points(curves):
-    distances = {(pair, method): 1.0 + index for index, pair in enumerate(PAIRS) for method in ("unmatched", "weights")}
-    rows = barrier_rows(curves, distances)
-    assert len(rows) == len(curves) * len(PAIRS)
-    row = rows[1]
-    assert (row["first"], row["second"], row["method"], row["split"]) == (0, 2, "unmatched", "train")
-    assert (row["loss_first"], row["loss_second"], row["t_middle"], row["distance"]) == (0.1, 0.3, 0.5, 2.0)
-    assert row["loss_middle"] == pytest.approx(4.2)
-    assert row["loss_barrier"] == pytest.approx(row["loss_barrier_mean"])  # at t = 0.5 both are the same
-    points = curve_rows(curves)
-    assert len(points) == 3 * len(rows)
-    assert [point["t"] for point in points[:3]] == [0.0, 0.5, 1.0]
-    assert points[4]["loss"] == row["loss_middle"]
 
 
 def test_logged_and_printed_are_barriers_with_recalibrated_statistics(curves):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from helpers import printed
 
 from lightning_sym.reports.rotation import resampled_interval, rotation_results, rotation_rows, rotation_summary
 
@@ -67,24 +66,6 @@ def test_the_summary_agrees_with_the_rows():
         assert row["above_group_low"] is None
 
 
-def test_notes_say_what_the_numbers_are_over():
-    three = [{**one, "repeat": repeat} for repeat in range(3) for one in NETWORKS[:4:2]]
-    penalties = [0.0, 0.1, 0.02, 0.1, 0.01, 0.1]
-    found = {"test": dict.fromkeys(("accuracy", "loss", "penalty", "member_accuracy"), penalties)}
-    notes = results(three, found).notes
-    assert notes == [
-        "mean on test data ± standard deviation over repeats; in brackets: 95 % interval for the mean, over repeats",
-        "orthogonal less group, member by member: a 9.0",
-    ]
-    alone = results(NETWORKS[4:5], {"test": {name: [0.1] for name in found["test"]}}, {0: "why"})
-    assert alone.notes == ["mean on test data", "0/a/none/0 was stopped: why"]
-    assert [name for name, _ in alone.figures] == ["rotation_penalty"]
-    text = printed(lambda console: console.print(alone.shown))
-    assert "Rotation penalty, points: Net" in text
-    assert "a 10.0" in text
-    assert alone.places == {"picture": "rotation_penalty.png", "table": "summary.csv", "runs": "penalties.csv"}
-
-
 def test_the_interval_of_a_mean():
     assert resampled_interval([]) == (None, None, "")
     assert (
@@ -94,6 +75,7 @@ def test_the_interval_of_a_mean():
         == (None, None, "")
     )
     assert resampled_interval([[0.5], [0.1], [0.3]])[2] == "members"
+    assert resampled_interval([[0.5, 0.1, 0.3]])[2] == "repeats"
     low, high, over = resampled_interval([list(np.random.default_rng(1).normal(size=400))])
     assert over == "repeats"
     # Of 400 standard normal numbers the mean is known to 1.96 / 20.

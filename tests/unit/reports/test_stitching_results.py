@@ -101,28 +101,6 @@ def test_the_headline_is_the_mean_over_trained_maps_with_the_best_statistics():
         assert word in text
 
 
-def test_figures_are_heat_maps_where_sites_differ_and_sparsity_is_drawn_for_lasso():
-    networks = [network(0, 1, "a", family, target_site=site) for site in "ab" for family in ("full", "lasso(0.1)")]
-    found = results(networks, {"as is": evaluation([0.1, 0.2, 0.3, 0.4])})
-    assert [name for name, _ in found.figures] == ["penalties_full", "penalties_lasso_0_1", "sparsity"]
-    assert found.places["picture"] == "penalties_full.png"
-    assert "details/test_penalty/a-b/full" in found.numbers
-    one = results(networks[::2], {"as is": evaluation([0.1, 0.3])})
-    assert [name for name, _ in one.figures] == ["penalties"]
-    same = results(NETWORKS, EVALUATIONS)
-    assert [name for name, _ in same.figures] == ["penalties"]
-
-
-def test_many_sites_are_summed_up_and_many_stopped_ones_counted():
-    networks = [network(0, 1, f"site{index}", "full") for index in range(6)]
-    found = results(networks, {"as is": evaluation([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])})
-    assert "full 35.0 10.0 60.0 site5" in printed(lambda console: console.print(found.shown))
-    stopped = results(networks, {"as is": evaluation([0.1] * 6)}, dict.fromkeys(range(1, 6), "why"))
-    assert len(stopped.notes) == 1 + 4 + 1
-    assert "pair-0-1/site1/full was stopped: why" in stopped.notes
-    assert stopped.notes[-1] == "1 more were stopped; see penalties.csv"
-
-
 def test_the_best_map_on_validation_data_is_chosen_for_each_pair_and_site():
     families = ["full", "group(0.1)", "group(10)", "group(euclidean,1)", "group(euclidean,2)"]
     networks = [network(*pair, site, family) for pair in [(0, 1), (1, 2)] for site in "ab" for family in families]

@@ -19,7 +19,6 @@ from lightning_sym.reports.report import (
     averages,
     bold,
     counted,
-    cut_middle,
     final_numbers,
     finite,
     grouped,
@@ -45,16 +44,6 @@ def test_a_table_is_shown_with_four_digits():
     assert "what steps cost" in text
     assert "1 0.1235 -" in text
     assert "2 - a, b" in text
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_headings_keep_what_tells_them_apart(count):
-    """Names of cuts begin and end alike: a middle that is left out would hide which is which."""
-    names = [f"module.functional-relu{number}" for number in ("", *(f"-{number}" for number in range(2, count + 1)))]
-    table = text_table("", ["map", *names], [["full", *["-0.5 ± 0.1"] * count]])
-    shown = [str(column.header).replace("\n", "") for column in table.columns]
-    assert shown == ["map", *(name.removeprefix("module.") for name in names)]
-    assert max(len(line) for column in table.columns for line in str(column.header).split("\n")) <= 80 // count
 
 
 def test_a_summary_names_files_and_places():
@@ -86,17 +75,6 @@ def test_tables_of_any_names_fit_on_80_columns_with_all_numbers(columns, names, 
     assert max(map(len, lines)) <= 80
     found = " ".join(lines).split()
     assert {cell for row in rows for cell in row[1:]} <= set(found)
-
-
-@pytest.mark.parametrize(("sites", "blocks"), [(2, 1), (12, 3)])
-def test_wide_tables_go_on_below_and_long_names_lose_their_middle(sites, blocks):
-    names = [f"module.backbone.stage{n}.functional-relu-{n}" for n in range(sites)]
-    table = text_table("sites", ["map", *names], [["full", *("12.5" for _ in names)]])
-    said = "\n".join(shown(lambda console: console.print(table)))
-    assert said.count("full") == blocks
-    for n in range(sites):
-        assert f"relu-{n} " in said
-    assert [cut_middle(text, 5) for text in ("short", "longer")] == ["short", "lo…er"]
 
 
 def test_final_numbers_have_the_units_of_the_columns_that_they_are_of():
@@ -137,13 +115,6 @@ def test_numbers_of_numpy_and_torch_are_written_and_json_has_no_nan(tmp_path):
 def test_a_final_number_that_names_no_column_is_refused():
     says = ["'final/{layer}' of the column norm names 'layer'", "they have norm."]
     assert_refused(final_numbers, [Column("norm", number="final/{layer}")], [{"norm": 1.0}], says=says)
-
-
-def test_notes_are_wrapped_and_stay_indented():
-    notes = ["a word " * 20, "  below " + "another " * 20]
-    lines = shown(lambda console: RunResults([], notes=notes).show(console, Path("a"), Path("b")))
-    assert max(map(len, lines)) <= 80
-    assert [len(line) - len(line.lstrip()) for line in lines[:5]] == [2, 2, 4, 4, 4]
 
 
 def test_cells():

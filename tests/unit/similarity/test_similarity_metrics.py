@@ -266,14 +266,6 @@ def test_layers_of_several_grids_and_precisions_are_the_loop_over_pairs(name):
     torch.testing.assert_close(matrix.compute(), torch.tensor(loop, dtype=torch.float64), atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["relu", "linear"])
-def test_a_matrix_of_one_pair_is_one_number(name):
-    matrix = SimilarityMatrix(METRICS[name](), ["a"])
-    matrix.update({"a": X}, {"a": X})
-    assert matrix.compute().ndim == 0  # torchmetrics takes the axes of a single number away
-    assert float(matrix.compute()) == pytest.approx(1, abs=EXACT)
-
-
 def test_pairs_may_have_metrics_of_their_own_and_others_than_ours():
     layers = {"0": torch.rand(9, 8), "1": torch.rand(9, 8)}
     rows = [[GroupProcrustes.at(SYMMETRY, "1"), CKA()], [OrthogonalProcrustes(), MeanSquaredError()]]
@@ -281,24 +273,6 @@ def test_pairs_may_have_metrics_of_their_own_and_others_than_ours():
     matrix.update(layers, layers)
     loop = [[float(measured(rows[i][j], layers[str(i)], layers[str(j)])) for j in (0, 1)] for i in (0, 1)]
     torch.testing.assert_close(matrix.compute(), torch.tensor(loop, dtype=torch.float64), atol=1e-6, rtol=0)
-
-
-def test_the_memory_of_a_matrix_is_as_stated():
-    layers = dict(zip("abc", (x.float() for x in features(4, 3, 5)), strict=True))
-    numbers = 12 * sum(c * 4 for c in (4, 3, 5))  # of one network
-
-    def memory(metric, batches=1):
-        matrix = SimilarityMatrix(metric, "abc")
-        for _ in range(batches):
-            matrix.update(layers, layers)
-        states = [getattr(part, name) for part in matrix.metrics for name in part._defaults]
-        return sum(t.nbytes for state in states for t in (state if isinstance(state, list) else [state]))
-
-    table = sum(a * b + 2 * (a + b) for a in (4, 3, 5) for b in (4, 3, 5))
-    assert memory(GroupProcrustes("relu")) == memory(GroupProcrustes("relu"), 3) <= 8 * (table + 2 * 9)
-    assert memory(CKA()) == 2 * 4 * numbers  # each layer once, in its own dtype
-    assert memory(CKA(), 3) == 3 * memory(CKA())
-    assert memory(CKA(estimator="minibatch")) == memory(CKA(estimator="minibatch"), 3) <= 8 * (3 * 9 + 2)
 
 
 # ---- features by name
@@ -344,16 +318,6 @@ def test_features_are_those_of_calls_and_the_network_is_as_it_was():
     torch.testing.assert_close(features_of(network, ["pair"], x)["pair"], network.eval()(x))  # of a tuple the first
     taps = SYMMETRY.taps.values()
     torch.testing.assert_close(features_of(NETWORK, taps, torch.ones(2, 5))["2"], NETWORK(torch.ones(2, 5)))
-
-
-def test_every_tap_of_a_network_has_features():
-    network = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
-    x = torch.rand(3, 5, 8)
-    symmetry = trace_symmetry(network, x)
-    found = features_of(network, symmetry.taps.values(), x)
-    assert found.keys() == symmetry.taps.keys()
-    attended = network.eval().self_attn(x, x, x, need_weights=False)[0]
-    torch.testing.assert_close(found["self_attn"], attended)  # of several tensors the first
 
 
 @pytest.mark.parametrize("kernel", ["linear", "max", "laplace"])

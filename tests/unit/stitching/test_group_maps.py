@@ -9,7 +9,6 @@ from helpers import refused
 from torch import nn
 
 from lightning_sym.stitching import AssignmentMap, GroupMap, Port, SoftSortMap, nearest_permutation, stitching_map
-from lightning_sym.stitching.maps import group_maps
 from lightning_sym.symmetry import INTERTWINER_GROUPS
 
 WIDTH = 5
@@ -155,18 +154,6 @@ def test_a_stale_assignment_in_a_checkpoint_is_recomputed():
     stitch.load_state_dict(state)
     stitch.mode = "hard"
     assert torch.equal(stitch.assignment, expected)
-
-
-def test_rounding_is_not_repeated(monkeypatch):
-    calls = []
-    monkeypatch.setattr(group_maps, "nearest_permutation", lambda m: calls.append(1) or nearest_permutation(m))
-    stitch = GroupMap(RELU)
-    stitch.mode = "hard"
-    for _ in range(3):
-        stitch(torch.randn(2, WIDTH))
-    with torch.inference_mode():
-        stitch(torch.randn(2, WIDTH))
-    assert len(calls) == 1
 
 
 # ---- SoftSort

@@ -8,14 +8,14 @@ from scipy.sparse import csr_matrix
 from torch import Tensor, nn
 
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.arrays import distinct_columns, rising, rising_pairs
+from lightning_sym.symmetry.arrays import distinct_columns
 from lightning_sym.symmetry.group.translations import pivots
 from lightning_sym.symmetry.solving import scales
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.solution import Solution, eliminate
 from lightning_sym.symmetry.tracing.affine.system import System
-from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns, distinct, places
-from lightning_sym.symmetry.tracing.coordinates import numbered_rows, varies
+from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns
+from lightning_sym.symmetry.tracing.coordinates import numbered_rows
 from lightning_sym.symmetry.tracing.equations import _once, solve
 
 
@@ -102,12 +102,6 @@ def test_unknowns_are_made_once_for_the_same_sum() -> None:
     assert sum(len(numbers) for numbers, _ in unknowns.equations[count:]) == 2
 
 
-def test_distinct_entries() -> None:
-    first, like = distinct([np.array([3, 0, 3, 5, 0]), np.array([[1, 2], [0, 0], [1, 2], [1, 2], [0, 1]])])
-    assert first.tolist() == [0, 1, 3, 4]
-    assert like.tolist() == [0, 1, 0, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("kind", "run"),
     [("other", lambda t: t.roll((1, -2), (0, 1))), ("other", lambda t: torch.nn.functional.pad(t, (0, 1, 2, 0))),
@@ -164,15 +158,6 @@ def test_equations_that_captures_repeat_are_solved_once(modulo_two: bool) -> Non
     assert _once(rows).toarray().tolist() == rows.toarray()[[0, 1, 3]].tolist()
 
 
-def test_different_numbers_and_pairs_are_those_of_numpy():
-    generator = np.random.default_rng(0)
-    for count in (0, 1, 2, 7, 40):
-        one, two = generator.integers(-4, 5, count), generator.integers(3, 9, count)
-        np.testing.assert_array_equal(rising(one), np.unique(one))
-        np.testing.assert_array_equal(rising_pairs(one, two), np.unique(np.stack([one, two]), axis=1))
-        np.testing.assert_array_equal(rising_pairs(two, one), np.unique(np.stack([two, one]), axis=1))
-
-
 @pytest.mark.parametrize("most", [3, 1000, 2**40])
 def test_columns_and_rows_are_told_apart_as_numpy_does(most: int) -> None:
     """Also where numbers are too large to make one of several, and where the first columns say nothing."""
@@ -185,20 +170,6 @@ def test_columns_and_rows_are_told_apart_as_numpy_does(most: int) -> None:
         for rows in (columns.T, np.c_[np.zeros((count, 12)), columns.T], np.eye(count)):
             wanted = np.unique(rows, axis=0, return_inverse=True)[1]
             np.testing.assert_array_equal(numbered_rows(rows), wanted)
-
-
-def test_an_array_varies_along_an_axis_if_any_of_its_entries_do() -> None:
-    array = torch.zeros(2, 3, 4)
-    array[1, 2, :] = 1  # neither the first two entries nor the first lines tell
-    assert [varies(array, axis) for axis in range(3)] == [True, True, False]
-    assert not varies(torch.zeros(1, 0, 3), 2)
-
-
-def test_layers_that_are_alike_share_one_array_of_places() -> None:
-    """That of scores is as large as the square of the tokens, twice in each layer."""
-    one, two = places((2, 3, 5)), places([2, 3, 5])
-    assert one is two
-    assert torch.equal(one.reshape(-1), torch.arange(30))
 
 
 def test_generators_that_act_with_known_ones_are_exchanged_for_what_acts_alone() -> None:

@@ -152,12 +152,6 @@ def test_average():
                 assert torch.equal(result[name], value)
 
 
-def test_the_mean_of_equal_networks_is_the_network():
-    a = perceptron(0).float()
-    for x, y in zip(average([a] * 7).parameters(), a.parameters(), strict=True):
-        assert torch.equal(x, y)
-
-
 # ---- barriers
 
 
@@ -302,16 +296,6 @@ def test_curve_of_another_kind():
     assert scratch.training
     assert scratch.u == 2
     assert_refused(curve_losses, scratch, place, [], [], says="at least one point")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_shows_progress_where_it_is_asked_for(monkeypatch, capsys, rank):
-    monkeypatch.setattr("lightning_sym.connectivity.interpolation.rank", lambda: rank)
-    network = perceptron(0)
-    barrier(network, network, [batch()], points=2)
-    assert capsys.readouterr().out == ""
-    barrier(network, network, [batch()], points=2, progress=True)
-    assert ("points on the curve" in capsys.readouterr().out) == (rank == 0)
 
 
 def test_networks_in_half_precision():

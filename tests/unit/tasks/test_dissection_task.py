@@ -13,11 +13,10 @@ from torch.nn.functional import interpolate
 
 from lightning_sym._random import generator
 from lightning_sym.callbacks import DissectionReport
-from lightning_sym.cli.summary import trained
 from lightning_sym.datamodules import ConceptBatch, ConceptsDataModule
 from lightning_sym.dissection import Geodesic, dissect, random_rotation
 from lightning_sym.networks import ResidualCNN
-from lightning_sym.reports.dissection import _file_names, mean_interval
+from lightning_sym.reports.dissection import mean_interval
 from lightning_sym.similarity import features_of
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.tasks import DissectionTask
@@ -205,10 +204,6 @@ def test_every_zoo_can_have_a_site_which_need_not_be_an_activation(zoo, tmp_path
     assert names == {"dissection.png", "categories.png", *(f"concepts-{name}.png" for name in task.sites)}
 
 
-def test_zoos_whose_names_differ_by_signs_have_files_of_their_own():
-    assert _file_names(["a b", "c", "a-b"]) == {"a b": "a-b-0", "c": "c", "a-b": "a-b-2"}
-
-
 def test_a_run_that_was_interrupted_and_resumed_is_the_uninterrupted_one(zoo, run, tmp_path, monkeypatch):
     """Nothing is trained and nothing half-done is kept: the run that is resumed, from its start, dissects anew."""
     trainer = fit(DissectionTask({"small": zoo}, **SETTINGS), concepts(), folder=tmp_path, max_epochs=0)
@@ -256,10 +251,6 @@ def test_images_without_classes_have_no_selectivity():
     (found,) = dissected(network(0), torch.eye(6)[None], batches)
     assert found.summary.selectivity.isnan().all()
     assert found.summary.kurtosis[found.summary.live].isfinite().all()
-
-
-def test_the_lines_at_the_start_of_a_run_name_the_task():
-    assert trained(DissectionTask({"a": "b"})) == "DissectionTask: 0 trained parameters (DissectionTask)"
 
 
 @pytest.mark.parametrize(

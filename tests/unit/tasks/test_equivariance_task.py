@@ -183,16 +183,6 @@ def test_the_implicit_step_of_adam_is_its_formula(name):
         alone.data.copy_(weight.data)
 
 
-@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3.0), torch.tensor([3.0])])
-def test_the_count_of_steps_may_be_a_tensor_or_a_number(step):
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    optimizer = torch.optim.Adam([weight], lr=0.5, betas=(0.9, 0.5), eps=0.0)
-    optimizer.state[weight] = {"step": step, "exp_avg": torch.ones(2), "exp_avg_sq": torch.full((2,), 3.5)}
-    shrink(optimizer, {weight: torch.tensor([4.0, 0.0])})
-    torch.testing.assert_close(weight.detach(), torch.tensor([0.5, 1.0]))  # 3.5 / (1 - 0.5^3) = 4, and 0.5 * 4 / 2 = 1
-
-
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_is_skipped_does_not_shrink(kind, fused):
@@ -299,16 +289,6 @@ def test_the_prior_counts_once_where_gradients_accumulate(tmp_path, step, optimi
         fit(task, data, folder=tmp_path, max_epochs=10, accumulate_grad_batches=batches)
         found.append(weight_of(task))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
-def test_evaluation_leaves_the_mode_of_every_module(tmp_path):
-    task = EquivarianceTask(Line())
-    fit(task, given(), folder=tmp_path)
-    task.train()
-    task.network.linear.eval()
-    task.evaluate(given().test_dataloader())
-    assert task.network.training
-    assert not task.network.linear.training
 
 
 def test_accuracy_and_loss_are_those_of_the_split(tmp_path):

@@ -10,7 +10,7 @@ from helpers import assert_refused, assert_same, write_zoo
 from pytorch_lightning import Trainer
 
 from lightning_sym._tags import is_detail
-from lightning_sym.networks import CIFARResNet, MultiLayerPerceptron, MyrtleCNN
+from lightning_sym.networks import CIFARResNet, MyrtleCNN
 from lightning_sym.stitching import FixedMap, IdentityMap
 from lightning_sym.tasks import RotationTask
 from lightning_sym.tasks.rotation import Rotation
@@ -54,16 +54,6 @@ def test_one_branch_for_each_member_site_kind_and_repeat(fitted):
         "member-0/activation1/none/repeat-0",
         "member-0/activation2/none/repeat-0",
     ]
-
-
-def test_all_sites_but_the_last_are_the_default(matching_zoo, tmp_path):
-    task = RotationTask(str(matching_zoo), members=[0], repeats=1)
-    fit(task, max_epochs=1)
-    assert task.names == ["member-0/activation1/group/repeat-0", "member-0/activation1/orthogonal/repeat-0"]
-    only = RotationTask(str(zoo_of(tmp_path, MultiLayerPerceptron([5], image_size=8))), kinds=["none"])
-    fit(only, max_epochs=1)
-    assert only.names == ["member-0/activation1/none/repeat-0"]
-    assert_refused(lambda: fit(RotationTask(str(matching_zoo), sites=["relu"])), says="The network has no site 'relu';")
 
 
 def test_the_map_stands_in_front_of_the_activation(fitted):
@@ -127,16 +117,6 @@ def test_lower_parts_and_matrices_stay_and_upper_parts_are_trained(matching_zoo)
         assert len(task.parameters_of(task.names.index(str(rotation)))) == (len(expected) if trained else 0)
         if trained:
             assert all(not torch.equal(value, before[name]) for name, value in parameters.items())
-
-
-def test_training_starts_from_the_member_s_weights(matching_zoo):
-    task = RotationTask(str(matching_zoo), members=[2], kinds=["group", "orthogonal", "none"], repeats=1)
-    fit(task, max_epochs=1, limit_train_batches=0)
-    images = torch.rand(5, 1, 8, 8)
-    for network in task.branches:
-        for name, value in network.upper.named_parameters():
-            assert torch.equal(value, task.members["2"].get_parameter(name))
-    torch.testing.assert_close(task.branches[2](images), task.members["2"](images))
 
 
 def test_the_default_is_adam_without_decay_on_biases(matching_zoo):

@@ -97,12 +97,6 @@ def test_nulls_are_those_of_the_metric_for_other_networks_and_orders(fitted, mat
         assert shuffled.abs().max() < 0.3 < untrained.diagonal().min() + 0.3
 
 
-def test_members_of_one_orbit_are_the_same_up_to_their_group_and_others_are_not(fitted):
-    same, other = (fitted.similarities["group"]["trained"][place].diagonal() for place in (0, 1))
-    torch.testing.assert_close(same, torch.ones(2, dtype=torch.float64), atol=1e-3, rtol=0)
-    assert other.max() < 0.9
-
-
 def test_one_pass_in_which_every_network_sees_every_image_once_as_it_is(matching_zoo, fitted, monkeypatch):
     seen = []
 
@@ -208,21 +202,6 @@ def test_a_finished_run_reports_again_and_a_checkpoint_of_other_settings_is_refu
     assert float(rows[0]["similarity"]) == first.similarities["live"]["trained"][0, 0, 0]
     with pytest.raises(ValueError, match="The checkpoint has split test and this run has val; use the settings"):
         fits.fit(task(split="val"), digits(), ckpt_path=last)
-
-
-def test_live_channels_are_counted(tmp_path):
-    network = MultiLayerPerceptron(widths=(6,), image_size=8).fresh(0).eval()
-    with torch.no_grad():
-        network.linear1.bias[:2] = -1e6
-    zoo = write_zoo(tmp_path / "zoo", [network, network.fresh(1).eval()], digits())
-    task = SimilarityTask(str(zoo), measures=["group"])
-    fits.fit(task, digits(), SimilarityReport(), folder=tmp_path)
-    assert task.live["trained"] == {(0, 0): [(4, 6)], (0, 1): [(6, 6)]}
-    rows = read_rows(tmp_path / "results" / "channels")
-    assert [(row["weights"], row["live"]) for row in rows][:2] == [("trained", 4), ("trained", 6)]
-    assert len(rows) == 4
-    note = read_rows(tmp_path / "results" / "summary")[0]["note"]
-    assert note.startswith("no interval")  # one pair
 
 
 def check_lines(console, note):

@@ -15,12 +15,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchvision.transforms import v2
 
-from lightning_sym.cli.checkpoints import RunCheckpoint
 from lightning_sym.datamodules import TensorDataModule
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, Network
 from lightning_sym.population import LoopPopulation
 from lightning_sym.tasks import CrossEntropy, ZooTask
-from lightning_sym.tasks._stopping import Divergence
 from lightning_sym.tasks.metrics import PopulationClassification
 from lightning_sym.tasks.zoo import mixed, own_shares
 
@@ -228,25 +226,6 @@ def test_metrics_of_members_are_those_of_torchmetrics():
     assert torch.equal(found["confusion"], counts / counts.sum(1, keepdim=True).clamp(min=1))
 
 
-def test_the_confusion_of_many_classes_is_left_out():
-    """Of 30000 classes it would take 7 GB."""
-    metric = PopulationClassification(1, 30_000)
-    metric.update(torch.tensor([0]), torch.zeros(1, 2, 30_000), torch.tensor([0, 29_999]))
-    assert metric.compute()["accuracy"].item() == 0.5
-    assert "confusion" not in metric.compute()
-
-
-def test_evaluate_leaves_the_mode_as_it_was(tmp_path):
-    task = fit(tmp_path, ZooTask(myrtle(), members=1), epochs=1)
-    before = task.population.member_state(0)
-    data = digits()
-    for mode in (True, False):
-        task.population.train(mode)
-        task.evaluate(data.test_dataloader())
-        assert task.population.training is mode
-        assert_same(task.population.member_state(0), before)
-
-
 # ---- which weights are kept
 
 
@@ -310,15 +289,6 @@ def test_rule_of_the_best_weights(monkeypatch, metrics, expected):
     assert kept == expected
 
 
-def test_last_weights_without_validation(tmp_path):
-    task = ZooTask(perceptron(), members=2, keep="last", optimizer=adam)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # Lightning: no val_dataloader
-        fit(tmp_path, task, digits(val_fraction=0.0))
-    assert [task.kept[number]["epoch"] for number in range(2)] == [2, 2]
-    assert_same(task.kept[1]["state"], task.population.member_state(1))
-
-
 # ---- members that diverge
 
 
@@ -337,20 +307,6 @@ def test_means_and_confusion_are_of_the_members_that_go_on(tmp_path):
     assert torch.equal(found["confusion"], expected["confusion"])
     assert found["accuracy"][0] == expected["accuracy"][0]
     assert found["accuracy"][1].isnan()
-
-
-def test_a_checkpoint_within_an_epoch_knows_who_has_diverged(tmp_path, monkeypatch):
-    monkeypatch.setattr(Divergence, "due", False)
-    saving = RunCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    task = ZooTask(perceptron(), members=2, optimizer=hot)
-    with pytest.warns(UserWarning, match="Member 1 was stopped"):
-        fit(tmp_path, task, callbacks=[fits.Poison(), saving], enable_checkpointing=True, max_steps=9)
-    stopped = {
-        int(path.stem.removeprefix("step=")): torch.load(path, weights_only=True)["population"]["stopped"]
-        for path in tmp_path.glob("*.ckpt")
-    }
-    assert stopped[7] == {}
-    assert stopped[8] == stopped[9] == task.stopped
 
 
 def test_validation_loss_that_is_not_finite_stops_the_member(tmp_path):
