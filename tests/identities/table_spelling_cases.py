@@ -117,6 +117,12 @@ RUNNING: dict[str, Callable[[Tensor], Tensor]] = {
     "cummin": lambda h: -(-h).cummin(1)[0],
     "loop": lambda h: torch.stack([h[:, : own + 1].amax(1) for own in range(h.shape[1])], 1),
 }
+SHARES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalize": lambda h: F.normalize(h, p=1.0, dim=1),
+    "sum": lambda h: h / h.abs().sum(1, keepdim=True),
+    "clamp": lambda h: h / h.abs().sum(1, keepdim=True).clamp(min=1e-12),
+    "norm": lambda h: h / torch.linalg.vector_norm(h, 1, dim=1, keepdim=True).clamp_min(1e-8).expand_as(h),
+}
 PLUS: dict[str, Callable[[Tensor], Tensor]] = {
     "pairwise_distance": lambda h: F.pairwise_distance(h, h.roll(1, 1))[..., None],
     "norm": lambda h: (h - h.roll(1, 1) + 1e-6).norm(dim=-1, keepdim=True),
@@ -146,6 +152,8 @@ TABLES: dict[str, Function] = {
     **{name: Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 12,
         each(spellings, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40)
        for name, spellings in (("median", MEDIANS), ("quantile", QUANTILES), ("largest so far", RUNNING))},
+    "shares": Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 6,
+        each(SHARES, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
     "distances plus a number": Function({"a": of(L, 7, 6), "o": of(L, 1, 9)}, steps(7), 16,
         each(PLUS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,

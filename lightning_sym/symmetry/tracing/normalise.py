@@ -89,6 +89,7 @@ from lightning_sym.symmetry.tracing.sums import (
     gathered,
     modulus,
     normalised,
+    of_length,
     scaled_weight,
     squared_distances,
     squares_of_parts,
@@ -144,6 +145,8 @@ def _clamped(r: Rewriter, node: fx.Node) -> fx.Node | None:
     low, high = (None, low) if r.name(node) == "clamp_max" else (low, high)
     if high is None and r.number(low) == 0:
         return r.insert(aten.relu.default, node.args[0])
+    if high is None and (length := of_length(r, node)) is not None:
+        return length
     if low is not None or r.number(high) != 0:
         return None
     return r.insert(aten.neg.default, r.insert(aten.relu.default, r.insert(aten.neg.default, node.args[0])))

@@ -16,12 +16,14 @@ from torch._library.custom_ops import CustomOpDef
 
 from lightning_sym.symmetry.groups import intertwiner_group
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
+from lightning_sym.symmetry.tracing.along import measured_along
 from lightning_sym.symmetry.tracing.capture import DEMAND, OPAQUE, Leaf, first_names, operation_name, state_tensors
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.values import Value, values_in
 from lightning_sym.symmetry.tracing.vocabulary import Rule, Trace
 
 CHOSEN = "units are chosen by their values"
+NO_RULE = "no rule for this operation"
 RuleT = TypeVar("RuleT", bound=Callable[..., Any])
 _RULES: dict[str, Rule] = {}
 _MODULE_RULES: dict[type[nn.Module], Rule] = {}
@@ -175,11 +177,47 @@ def results_of(trace: Trace) -> Any:
 
 
 def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """Fix the arguments of an operation without a rule."""
-    for value in values_in((args, kwargs)):
-        trace.fix(value, "no rule for this operation")
+    """Apply an operation without a rule: units that it treats alike are permuted, others are fixed."""
+    values = values_in((args, kwargs))
+    found = _along(trace, values[0], args, kwargs) if len(values) == 1 and values[0] in args else None
+    if found is not None:
+        return found
+    for value in values:
+        trace.fix(value, NO_RULE)
         fix_choice(trace, value)
     return results_of(trace)
+
+
+def _along(trace: Trace, value: Value, args: Any, kwargs: Any) -> Any:
+    """Apply an operation on one tensor as its values on random numbers tell; None if they tell nothing."""
+    target, position, meta = trace.node.target, args.index(value), trace.node.meta.get("val")
+    axes = {axis for label in value.labels for axis in label.axes}
+    if not axes or value.chooses is not None or not isinstance(target, torch._ops.OpOverload):
+        return None
+    results = measured_along(
+        lambda x: target(*args[:position], x, *args[position + 1 :], **kwargs), value.shape, frozenset(axes)
+    )
+    separate = axes.intersection(*(own.places for own in results)) if results else set()
+    apart = [label for label in value.labels if label.axes and separate.issuperset(label.axes)]
+    if not results or not apart or target._schema.is_mutable:
+        return None
+    if len(apart) < len(value.labels):
+        trace.fix(value.with_labels(*(label for label in value.labels if label not in apart)), NO_RULE)
+    trace.note(
+        f"{NO_RULE}: units can be permuted, as it treats all alike; translations are fixed, which biases could undo"
+    )
+    found = []
+    for own, shape in zip(results, torch.utils._pytree.tree_leaves(meta), strict=True):
+        passed = trace.elementwise(
+            value.with_labels(*apart),
+            positive_scales=own.exponent is not None,
+            signs=own.even or own.odd,
+            exponent=1.0 if own.exponent is None else own.exponent,
+            even=own.even,
+        )
+        labels = (label.on(tuple(own.places[axis] for axis in label.axes)) for label in passed.labels)
+        found.append(Value(tuple(shape.shape), tuple(labels)))
+    return found[0] if isinstance(meta, Tensor) else found
 
 
 def fix_choice(trace: Trace, value: Value) -> None:

@@ -16,6 +16,7 @@ from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
 aten = torch.ops.aten
 _MOST = 16  # terms of a sum
+_TINY = 1e-6  # a bound that keeps lengths from zero
 
 
 class Term(NamedTuple):
@@ -215,6 +216,22 @@ def squares_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
         if len(terms) == len(leaves)
         else r.insert(aten.add.Tensor, total, sum(own for own in leaves if not isinstance(own, fx.Node)))
     )
+
+
+def of_length(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return a vector's length without the tiny lower bound that keeps a division of this vector from zero."""
+    length: Any = node.args[0]
+    low, absolute = r.number(argument(node, 1, "min")), r.name(length) in ("norm", "linalg_vector_norm")
+    if low is None or not 0 < low <= _TINY or argument(node, 2, "max") is not None:
+        return None
+    inner: Any = length.args[0] if absolute or r.name(length) == "sum" else None
+    vector = inner if absolute or inner is None else inner.args[0] if r.name(inner) == "abs" else None
+    readers = [*node.users]
+    for own in readers:
+        readers += own.users if r.name(own) in operations(Trait.EXPAND) else ()
+    found = [own for own in readers if r.name(own) not in operations(Trait.EXPAND)]
+    divides = all(r.name(own) == "div" and own.args[0] is vector and own.args[1] is not vector for own in found)
+    return length if vector is not None and divides else None
 
 
 def modulus(r: Rewriter, node: fx.Node) -> fx.Node | None:

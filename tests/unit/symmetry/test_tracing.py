@@ -424,8 +424,36 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("lightning_sym_tests::running_powers", mutates_args=())
+def running_powers(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """Return running sums of x |x| along an axis, and the signs of their last entries."""
+    total = (x * x.abs()).cumsum(axis)
+    return total, total.select(axis, -1).sign()
+
+
+@running_powers.register_fake
+def _(x: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x.select(axis, -1))
+
+
 def with_operation(operation: Any) -> nn.Module:
     return program(lambda s, x: s.b(operation(s.a(x))), a=L(5, 8), b=L(8, 3))
+
+
+@pytest.mark.parametrize(("axis", "kept"), [(1, 8), (2, 0)])
+def test_unknown_operation_keeps_units_that_it_treats_alike(axis: int, kept: int) -> None:
+    """Over steps, each unit has its own sum, of degree 2 in the unit; sums over units keep none of them."""
+
+    def operation(x: Tensor) -> Tensor:
+        total, sign = running_powers(x, axis)
+        return total + sign[:, None] if axis == 1 else total
+
+    symmetry = trace_symmetry(with_operation(operation), torch.randn(2, 4, 5))
+    assert symmetry.signs == kept
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(kept)))
+    assert "running_powers: no rule for this operation" in symmetry.notes[0]
+    alone = trace_symmetry(with_operation(lambda x: running_powers(x, axis)[0]), torch.randn(2, 4, 5))
+    assert alone.dimension == kept
 
 
 def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:

@@ -1,0 +1,108 @@
+"""Measure along which axes an operation without a rule acts on each entry by itself, such as a median over the others.
+
+Units on such axes keep their permutations, and scales where the operation is homogeneous. The self-test of
+`trace_symmetry` proves what random numbers suggest here.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sym.symmetry.tracing.running import is_close
+
+_MOST = 2**16  # numbers of a measured tensor
+_FACTORS = (2.0, 0.125)
+
+
+class Result(NamedTuple):
+    """One result of an operation.
+
+    Attributes:
+        places: By axis of the input along which every entry has its own part of the result: the axis of the result.
+        exponent: The e with f(t x) = t^e f(x) for t > 0; None if there is none.
+        even: Whether f(-x) = f(x).
+        odd: Whether f(-x) = -f(x).
+    """
+
+    places: dict[int, int]
+    exponent: float | None
+    even: bool
+    odd: bool
+
+
+def measured_along(
+    function: Callable[[Tensor], Any], shape: tuple[int, ...], axes: Collection[int]
+) -> list[Result] | None:
+    """Measure an operation on random numbers.
+
+    Args:
+        function: Maps a float64 tensor to a tensor or several.
+        shape: The tensor's shape.
+        axes: The axes that matter.
+
+    Returns:
+        What each result is; None if the operation is not defined on random numbers, or the tensor is large.
+    """
+    if math.prod(shape) > _MOST:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def run(given: Tensor) -> list[Tensor]:
+        found = function(given.clone())
+        return [own.detach().double() for own in (found if isinstance(found, (tuple, list)) else [found])]
+
+    try:
+        results, negative = run(x), run(-x)
+        scaled = [run(factor * x) for factor in _FACTORS]
+        moved = {axis: (run(x.roll(1, axis)), run(_with_first(x, other, axis))) for axis in axes if shape[axis] > 1}
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
+        return None
+    if any(not bool(own.isfinite().all()) for own in results):
+        return None
+    found = []
+    for at, own in enumerate(results):
+        places = {axis: _place(own, *(each[at] for each in pair), axis) for axis, pair in moved.items()}
+        known = {axis: place for axis, place in places.items() if place is not None}
+        exponent = _exponent(own, [each[at] for each in scaled])
+        found.append(Result(known, exponent, _equal(negative[at], own), _equal(negative[at], -own)))
+    return found
+
+
+def _with_first(x: Tensor, other: Tensor, axis: int) -> Tensor:
+    """Return numbers of which the first along an axis are others."""
+    changed = x.clone()
+    changed.select(axis, 0).copy_(other.select(axis, 0))
+    return changed
+
+
+def _place(result: Tensor, rolled: Tensor, changed: Tensor, axis: int) -> int | None:
+    """Return the axis of a result that holds the entries of an axis of the input, each by itself; None if none does."""
+    for place in dict.fromkeys((axis, axis - 1, *range(result.ndim))):
+        inside = 0 <= place < result.ndim and result.shape[place] > 1
+        if inside and _equal(result.roll(1, place), rolled) and not _equal(result, rolled):
+            rest = (own.narrow(place, 1, own.shape[place] - 1) for own in (result, changed))
+            if _equal(*rest):
+                return place
+    return None
+
+
+def _exponent(result: Tensor, scaled: list[Tensor]) -> float | None:
+    """Return the degree of homogeneity; None if there is none."""
+    at = result.abs().argmax() if result.numel() else 0
+    if not result.numel() or result.flatten()[at] == 0:
+        return None
+    ratio = float(scaled[0].flatten()[at] / result.flatten()[at])
+    exponent = round(math.log(ratio, _FACTORS[0]), 9) if ratio > 0 else None
+    if exponent is None or not all(
+        _equal(own, factor**exponent * result) for own, factor in zip(scaled, _FACTORS, strict=True)
+    ):
+        return None
+    return exponent
+
+
+def _equal(one: Tensor, two: Tensor) -> bool:
+    return one.shape == two.shape and is_close(one, two)
