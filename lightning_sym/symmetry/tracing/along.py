@@ -65,7 +65,7 @@ def measured_along(
         return None
     found = []
     for at, own in enumerate(results):
-        places = {axis: _place(own, *(each[at] for each in pair), axis) for axis, pair in moved.items()}
+        places = {axis: _place(own, one[at], two[at], axis) for axis, (one, two) in moved.items()}
         known = {axis: place for axis, place in places.items() if place is not None}
         exponent = _exponent(own, [each[at] for each in scaled])
         found.append(Result(known, exponent, _equal(negative[at], own), _equal(negative[at], -own)))
@@ -81,11 +81,12 @@ def _with_first(x: Tensor, other: Tensor, axis: int) -> Tensor:
 
 def _place(result: Tensor, rolled: Tensor, changed: Tensor, axis: int) -> int | None:
     """Return the axis of a result that holds the entries of an axis of the input, each by itself; None if none does."""
-    for place in dict.fromkeys((axis, axis - 1, *range(result.ndim))):
+    places: list[int] = [axis, axis - 1, *range(result.ndim)]
+    for place in places:
         inside = 0 <= place < result.ndim and result.shape[place] > 1
         if inside and _equal(result.roll(1, place), rolled) and not _equal(result, rolled):
-            rest = (own.narrow(place, 1, own.shape[place] - 1) for own in (result, changed))
-            if _equal(*rest):
+            one, two = (own.narrow(place, 1, own.shape[place] - 1) for own in (result, changed))
+            if _equal(one, two):
                 return place
     return None
 

@@ -39,7 +39,7 @@ def chosen_value(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return _over(r, name, both.args[0], [argument(both, 1, "dim")], bool(argument(both, 2, "keepdim", False)))
 
 
-def _of_rank(r: Rewriter, node: fx.Node, item: int) -> fx.Node:
+def _of_rank(r: Rewriter, node: fx.Node, item: Any) -> fx.Node:
     """Return the element of some rank along an axis, or its index, taken from all elements in their order."""
     at = 2 if r.name(node) == "kthvalue" else 1
     axis, keep = argument(node, at, "dim", -1), bool(argument(node, at + 1, "keepdim", False))
