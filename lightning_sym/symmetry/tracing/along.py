@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sym.symmetry.tracing.running import is_close
 
 _MOST = 2**16  # numbers of a measured tensor
-_FACTORS = (2.0, 0.125)
+_FACTORS = (1.0, 2.0, 2.0**10, 2.0**-10)  # operations may differ for large and small numbers
 
 
 class Result(NamedTuple):
@@ -50,25 +50,34 @@ def measured_along(
         return None
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    moving = {axis: (x.roll(1, axis), _with_first(x, other, axis)) for axis in axes if shape[axis] > 1}
 
     def run(given: Tensor) -> list[Tensor]:
         found = function(given.clone())
-        return [own.detach().double() for own in (found if isinstance(found, (tuple, list)) else [found])]
+        parts = [own.detach() for own in (found if isinstance(found, (tuple, list)) else [found])]
+        return [torch.view_as_real(own) if own.is_complex() else own.double() for own in parts]
 
     try:
-        results, negative = run(x), run(-x)
         scaled = [run(factor * x) for factor in _FACTORS]
-        moved = {axis: (run(x.roll(1, axis)), run(_with_first(x, other, axis))) for axis in axes if shape[axis] > 1}
+        negative = run(-x)
+        moved = {axis: [[run(factor * own) for own in pair] for factor in _FACTORS] for axis, pair in moving.items()}
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
         return None
-    if any(not bool(own.isfinite().all()) for own in results):
+    runs = [*scaled, negative, *(own for pairs in moved.values() for pair in pairs for own in pair)]
+    shapes = {tuple(own.shape for own in each) for each in runs}
+    if len(shapes) > 1 or not all(bool(own.isfinite().all()) for own in scaled[0]):
         return None
     found = []
-    for at, own in enumerate(results):
-        places = {axis: _place(own, one[at], two[at], axis) for axis, (one, two) in moved.items()}
-        known = {axis: place for axis, place in places.items() if place is not None}
-        exponent = _exponent(own, [each[at] for each in scaled])
-        found.append(Result(known, exponent, _equal(negative[at], own), _equal(negative[at], -own)))
+    for at, own in enumerate(scaled[0]):
+        places = {}
+        for axis, pairs in moved.items():
+            each = {
+                _place(result[at], one[at], two[at], axis) for result, (one, two) in zip(scaled, pairs, strict=True)
+            }
+            if len(each) == 1 and (place := each.pop()) is not None:
+                places[axis] = place
+        exponent = _exponent([result[at] for result in scaled])
+        found.append(Result(places, exponent, _equal(negative[at], own), _equal(negative[at], -own)))
     return found
 
 
@@ -91,18 +100,16 @@ def _place(result: Tensor, rolled: Tensor, changed: Tensor, axis: int) -> int | 
     return None
 
 
-def _exponent(result: Tensor, scaled: list[Tensor]) -> float | None:
-    """Return the degree of homogeneity; None if there is none."""
-    at = result.abs().argmax() if result.numel() else 0
-    if not result.numel() or result.flatten()[at] == 0:
+def _exponent(scaled: list[Tensor]) -> float | None:
+    """Return the degree of homogeneity, given the results for each of the factors; None if there is none."""
+    result = scaled[0].flatten()
+    at = int(result.abs().argmax()) if len(result) else 0
+    ratio = float(scaled[1].flatten()[at] / result[at]) if len(result) and result[at] != 0 else 0.0
+    if not 0 < ratio < math.inf:
         return None
-    ratio = float(scaled[0].flatten()[at] / result.flatten()[at])
-    exponent = round(math.log(ratio, _FACTORS[0]), 9) if ratio > 0 else None
-    if exponent is None or not all(
-        _equal(own, factor**exponent * result) for own, factor in zip(scaled, _FACTORS, strict=True)
-    ):
-        return None
-    return exponent
+    exponent = round(math.log(ratio, _FACTORS[1]), 9)
+    alike = (_equal(own, factor**exponent * scaled[0]) for own, factor in zip(scaled, _FACTORS, strict=True))
+    return exponent if all(alike) else None
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:
