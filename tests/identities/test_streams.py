@@ -133,8 +133,6 @@ FORBIDDEN = {
     "a norm in the stream": (lambda s, x: (lambda h: s.head(mean_square(h + mean_square(h, s.gain, 1e-6), s.other_gain,
         1e-6)))(s.write(x)), {"gain": GAIN, "other_gain": GAIN, "head": HEAD}),
     "an activation": (lambda s, x: s.head(torch.sigmoid(mean_square(s.write(x), 1, 1e-6))), {"head": HEAD}),
-    "a gain that is a bias as well": (lambda s, x: s.head(mean_square(s.write(x), s.gain, 1e-6) + s.gain),
-        {"gain": GAIN, "head": HEAD}),
     "squares that are read one by one": (lambda s, x: s.head(s.write(x) * (-(s.write(x) ** 2)).exp()), {"head": HEAD}),
     "a norm of a part": (lambda s, x: (lambda h: s.head(h * h[..., :2].norm(dim=-1, keepdim=True)))(s.write(x)),
         {"head": HEAD}),
@@ -152,6 +150,17 @@ def test_stream_of_which_more_is_seen_is_not_rotated(name):
     assert symmetry.worst_error <= EXACT
     told = any("gains (gain) cannot be folded into the weights after them" in note for note in symmetry.notes)
     assert told == (name in ("tied embeddings", "a norm in the stream"))
+
+
+def test_a_number_that_is_added_to_a_norm_leaves_rotations_that_fix_the_vector_of_ones():
+    """A gain that is a bias as well multiplies the norm plus 1."""
+    torch.manual_seed(0)
+    network = Program(lambda s, x: s.head(mean_square(s.write(x), s.gain, 1e-6) + s.gain),
+        {"write": WRITE, "gain": GAIN, "head": HEAD}).double()  # fmt: skip
+    symmetry = trace_symmetry(network, torch.randn(4, 3, dtype=torch.float64))
+    (rotation,) = symmetry.structure.rotations
+    assert (rotation.size, rotation.fixes_ones) == (D, True)
+    assert symmetry.worst_error <= EXACT
 
 
 def test_a_gain_that_holds_a_zero_is_refused_and_changes_nothing():
