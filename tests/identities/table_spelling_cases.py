@@ -123,6 +123,11 @@ SHARES: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda h: h / h.abs().sum(1, keepdim=True).clamp(min=1e-12),
     "norm": lambda h: h / torch.linalg.vector_norm(h, 1, dim=1, keepdim=True).clamp_min(1e-8).expand_as(h),
 }
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "matmul": lambda n: (n + 1) @ n.mT,
+    "einsum": lambda n: torch.einsum("bti,bsi->bts", 1 + n, n),
+    "sum": lambda n: n @ n.mT + n.sum(-1)[:, None],
+}
 PLUS: dict[str, Callable[[Tensor], Tensor]] = {
     "pairwise_distance": lambda h: F.pairwise_distance(h, h.roll(1, 1))[..., None],
     "norm": lambda h: (h - h.roll(1, 1) + 1e-6).norm(dim=-1, keepdim=True),
@@ -154,6 +159,9 @@ TABLES: dict[str, Function] = {
        for name, spellings in (("median", MEDIANS), ("quantile", QUANTILES), ("largest so far", RUNNING))},
     "shares": Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 6,
         each(SHARES, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
+    "scores plus a number": Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 11,
+        each(SCORES, lambda own: lambda s, x: (lambda h: s.o(own(F.normalize(h, dim=-1)).softmax(-1) @ h))(s.a(x))),
+        samples=40),
     "distances plus a number": Function({"a": of(L, 7, 6), "o": of(L, 1, 9)}, steps(7), 16,
         each(PLUS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
