@@ -128,6 +128,11 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda n: torch.einsum("bti,bsi->bts", 1 + n, n),
     "sum": lambda n: n @ n.mT + n.sum(-1)[:, None],
 }
+TOTALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "logcumsumexp": lambda h: torch.logcumsumexp(h, 1),
+    "loop": lambda h: torch.stack([h[:, : own + 1].logsumexp(1) for own in range(h.shape[1])], 1),
+    "by hand": lambda h: torch.stack([h[:, : own + 1].exp().sum(1).log() for own in range(h.shape[1])], dim=1),
+}
 PLUS: dict[str, Callable[[Tensor], Tensor]] = {
     "pairwise_distance": lambda h: F.pairwise_distance(h, h.roll(1, 1))[..., None],
     "norm": lambda h: (h - h.roll(1, 1) + 1e-6).norm(dim=-1, keepdim=True),
@@ -159,6 +164,8 @@ TABLES: dict[str, Function] = {
        for name, spellings in (("median", MEDIANS), ("quantile", QUANTILES), ("largest so far", RUNNING))},
     "shares": Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 6,
         each(SHARES, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
+    "running sums of exponentials": Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 6,
+        each(TOTALS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
     "scores plus a number": Function({"a": of(L, 7, 6), "o": of(L, 6, 9)}, steps(7), 11,
         each(SCORES, lambda own: lambda s, x: (lambda h: s.o(own(F.normalize(h, dim=-1)).softmax(-1) @ h))(s.a(x))),
         samples=40),

@@ -310,6 +310,11 @@ def _cumsum(trace: Trace, value: Value, axis: int, *args: Any, **kwargs: Any) ->
     return trace.linear_along(value, [axis], value.shape)
 
 
+@register_rule("aten::logcumsumexp")
+def _logcumsumexp(trace: Trace, value: Value, axis: int) -> Value:
+    return trace.linear_along(trace.permutations_only(value), [axis], value.shape)
+
+
 @register_rule("lightning_sym::any_step")
 def _any_step(trace: Trace, value: Value, axis: int) -> Value:
     value = trace.linear_along(value, [axis], value.shape)

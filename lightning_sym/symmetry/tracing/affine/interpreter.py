@@ -300,7 +300,7 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(operations(Trait.SOFTMAX), Interpreter._softmax),
     **dict.fromkeys(operations(Trait.SUM), Interpreter._reduced),
     **dict.fromkeys(("amax", "amin", "logsumexp"), Interpreter._extremum),
-    **dict.fromkeys(("sort", "topk", "cummax", "cummin"), Interpreter._ordered),
+    **dict.fromkeys(("sort", "topk", "cummax", "cummin", "logcumsumexp"), Interpreter._ordered),
     **dict.fromkeys(("maximum", "minimum"), Interpreter._larger),
     **dict.fromkeys(("var", "std"), Interpreter._spread),
     **dict.fromkeys(operations(Trait.POOL | Trait.MAX_POOL | Trait.RESIZE | Trait.NEAREST), Interpreter._pooled),

@@ -111,8 +111,9 @@ class Layers(Products):
         if not isinstance(axis, int):
             return None
         self.alike(x, [axis % x.rank])
-        values, places = (tuple(own.shape) for own in node.meta["val"])
-        return [x.with_(shape=values, relation=None, origin=None), Value(places, True)]
+        made = node.meta["val"]
+        own = x.with_(shape=tuple((made if isinstance(made, Tensor) else made[0]).shape), relation=None, origin=None)
+        return own if isinstance(made, Tensor) else [own, Value(tuple(made[1].shape), True)]
 
     def _larger(self, node: fx.Node) -> Any:
         """Take the larger or smaller of two values: equal translations of both pass."""
