@@ -177,7 +177,7 @@ def results_of(trace: Trace) -> Any:
 
 
 def unknown(trace: Trace, *args: Any, **kwargs: Any) -> Any:
-    """Apply an operation without a rule: units that it treats alike are permuted, others are fixed."""
+    """Apply an operation without a rule: permute units if it applies one function to each, else fix them."""
     values = values_in((args, kwargs))
     found = _along(trace, values[0], args, kwargs) if len(values) == 1 and values[0] in args else None
     if found is not None:
@@ -204,7 +204,7 @@ def _along(trace: Trace, value: Value, args: Any, kwargs: Any) -> Any:
     if len(apart) < len(value.labels):
         trace.fix(value.with_labels(*(label for label in value.labels if label not in apart)), NO_RULE)
     trace.note(
-        f"{NO_RULE}: units can be permuted, as it treats all alike; translations are fixed, which biases could undo"
+        f"{NO_RULE}: units can be permuted, as it applies one function to each; translations are fixed, which biases could undo"
     )
     found = []
     for own, shape in zip(results, torch.utils._pytree.tree_leaves(meta), strict=True):

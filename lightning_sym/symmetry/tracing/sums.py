@@ -199,7 +199,7 @@ def squared_distances(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def squares_of_parts(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum of the squares of all parts of a value as one sum along the axis on which these lie."""
+    """Rewrite the sum of the squares of all parts of a value as one sum over an axis that counts the parts."""
     if node.kwargs or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
     leaves, _ = r.leaves(node, {"add"})

@@ -53,7 +53,7 @@ def _decompose(r: Rewriter, node: fx.Node, known: Collection[str]) -> bool:
     made = between(before, node)
     alone = isinstance(node.meta.get("val"), Tensor)
     pairs = [(node, results)] if alone else [(user, results[user.args[1]]) for user in node.users] if results else []
-    useful = results is not None and all(_is_known(r, own, known) for own in made)
+    useful = results is not None and all(_is_known(r, own, known) and not _reshapes(own) for own in made)
     if not useful or not all(isinstance(new, fx.Node) and _alike(old, new) for old, new in pairs):
         pairs = []
     for old, new in pairs:
@@ -62,6 +62,11 @@ def _decompose(r: Rewriter, node: fx.Node, known: Collection[str]) -> bool:
         if not own._erased and not own.users:
             r.erase(own)
     return bool(pairs)
+
+
+def _reshapes(node: fx.Node) -> bool:
+    """Whether an operation changes the shape of its argument in place, so that earlier nodes have another shape."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
 def _alike(old: fx.Node, new: fx.Node) -> bool:

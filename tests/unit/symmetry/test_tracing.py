@@ -436,6 +436,18 @@ def _(x: Tensor, axis: int, limit: float = 1e30) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x.select(axis, -1))
 
 
+@torch.library.custom_op("lightning_sym_tests::of_shares", mutates_args=())
+def of_shares(x: Tensor) -> Tensor:
+    """Square numbers between 0 and 1."""
+    assert bool(((x >= 0) & (x <= 1)).all()), "expected shares"
+    return x.square()
+
+
+@of_shares.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def with_operation(operation: Any) -> nn.Module:
     return program(lambda s, x: s.b(operation(s.a(x))), a=L(5, 8), b=L(8, 3))
 
@@ -456,6 +468,19 @@ def test_unknown_operation_keeps_units_that_it_treats_alike(axis: int, kept: int
         cut = with_operation(lambda x, limit=limit: running_powers(x, axis, limit)[0])
         found = trace_symmetry(cut, torch.randn(2, 4, 5))
         assert (found.dimension, found.signs) == (dimension, kept)
+
+
+def test_unknown_operation_that_refuses_random_numbers_fixes_its_units() -> None:
+    symmetry = trace_symmetry(with_operation(lambda x: of_shares(x.sigmoid())), X)
+    assert symmetry.dimension == 0
+    assert symmetry.notes[0].endswith("of_shares: no rule for this operation (fixes 8 units here)")
+
+
+def test_operation_that_torch_composes_of_changes_of_shape_in_place_is_measured() -> None:
+    network = with_operation(lambda x: torch.nanquantile(x, 0.3, dim=1))
+    symmetry = trace_symmetry(network, torch.randn(2, 4, 5))
+    assert (symmetry.dimension, symmetry.nullity) == (8, 16)  # the note names the translations
+    assert symmetry.notes[0].startswith("nanquantile: no rule")
 
 
 def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:
