@@ -204,7 +204,8 @@ def _along(trace: Trace, value: Value, args: Any, kwargs: Any) -> Any:
     if len(apart) < len(value.labels):
         trace.fix(value.with_labels(*(label for label in value.labels if label not in apart)), NO_RULE)
     trace.note(
-        f"{NO_RULE}: units can be permuted, as it applies one function to each; translations are fixed, which biases could undo"
+        f"{NO_RULE}: units can be permuted, as it applies one function to each; "
+        "translations are fixed, which biases could undo"
     )
     found = []
     for own, shape in zip(results, torch.utils._pytree.tree_leaves(meta), strict=True):
