@@ -93,14 +93,18 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     axes = argument(node, 1, "dim")
     if (apart := _of_moved_factors(r, node)) is not None:
         return apart
-    if not r.only_for(product, node) or r.name(product) != "mul" or not axes or node.kwargs.get("dtype") is not None:
+    if not r.only_for(product, node) or r.name(product) != "mul" or node.kwargs.get("dtype") is not None:
         return None
     parts: list[Any] = list(product.args[:2])
     if not all(isinstance(part, fx.Node) for part in parts):
         return None
     made = {r.made_of(part) for part in parts}
-    if made == {"constants", "inputs"}:
+    if made == {"constants", "inputs"} and axes:
         return _scaled_sum(r, node, parts)
+    if made == {"weights"} and {len(r.shape(part)) for part in (*parts, product)} == {1} and parts[0] is not parts[1]:
+        return reshaped(r, r.insert(aten.matmul.default, *parts), r.shape(node))
+    if not axes:
+        return None
     last = len(r.shape(product)) - 1
     for value, total in (parts, parts[::-1]) if made == {"inputs"} and reduced(node, last + 1) == {last} else ():
         if r.name(total) == "sum" and len(r.shape(total)) == last + 1 and last > 1:

@@ -55,11 +55,11 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
         trace.fix(value, f"{CHOSEN}, of which several may be equal")
     axis = (-1 if at is None else at) % value.ndim
     across, along = ([label for label in value.labels if (axis in label.axes) == within] for within in (False, True))
-    numbers: tuple[Label, ...] = ()
-    if len(value.labels) == 1 and along and along[0].axes == (axis,):  # all share one scale, or have none
+    numbers: list[Label] = []
+    if len(along) == 1 and along[0].axes == (axis,):  # all share one scale, or have none
         (label,) = along
         trace.constraints.restrict(label)
-        numbers = (trace.constraints.number_of(label),)
+        numbers = [trace.constraints.number_of(label)]
         trace.constraints.fix_scales(numbers[0].scale, magnitudes=False)
         inside: Sequence[Label] = (_still(trace, label),)
     else:
@@ -79,7 +79,7 @@ def _chosen(trace: Trace, value: Value, *args: Any, **kwargs: Any) -> Any:
     if isinstance(meta, Tensor):
         return index(trace.output_shape())
     chosen = _placed(outside, axis, trace.output_shape(0), value.ndim)
-    return [chosen.with_labels(*chosen.labels, *numbers), index(trace.output_shape(1))]
+    return [chosen.with_labels(*trace.lent([*chosen.labels, *numbers])), index(trace.output_shape(1))]
 
 
 @register_rule("aten::cummax", "aten::cummin")

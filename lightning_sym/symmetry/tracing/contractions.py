@@ -6,7 +6,7 @@ Axes have letters, as in `torch.einsum`.
 import math
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -317,6 +317,8 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     rewritten = _with_diagonal(r, first, second)
     if rewritten is not None:
         return rewritten
+    if made == {"inputs"} and r.shape(first)[-1] == 1 and 1 < len(r.shape(first)) == len(r.shape(second)):
+        return r.insert(aten.mul.Tensor, first, second)  # a column times a row
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
         alike = len(r.shape(first)) == len(r.shape(second))
@@ -501,31 +503,63 @@ def _summed_members(r: Rewriter, value: Any, reader: fx.Node, gone: set[int]) ->
     return r.insert(aten.einsum.default, f"{one},{two}->{kept}", list(factors))
 
 
-def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a linear layer on an outer product: all products of elements of two values."""
-    (flat, weight), bias = node.args[:2], argument(node, 2, "bias")
-    product = flat.args[0] if r.name(flat) in VIEWS and isinstance(flat, fx.Node) else None
-    if r.name(product) != "mul" or not isinstance(product, fx.Node) or not isinstance(weight, fx.Node):
+class Outer(NamedTuple):
+    """An outer product that a linear layer reads as a vector.
+
+    Attributes:
+        parts: The two factors, with an axis of size 1 for each axis of the other one; or the result of a sum, or of
+            elementwise functions.
+        lead: The number of leading axes.
+        sizes: The sizes of the product's further axes.
+    """
+
+    parts: tuple[fx.Node, ...]
+    lead: int
+    sizes: tuple[int, ...]
+
+    def read_by(self, r: Rewriter, weight: fx.Node, bias: Any) -> fx.Node:
+        """Insert the layer, given its weight with an axis for each axis of the product."""
+        lead, axes = string.ascii_lowercase[: self.lead], string.ascii_uppercase[: len(self.sizes)]
+        told = [without(r, part, lead + axes, _of_size_one(r, part, lead + axes)) for part in self.parts]
+        (value, first), *rest = told
+        equation = ",".join([first, f"Z{axes}", *(term for _, term in rest)])
+        result = r.insert(aten.einsum.default, f"{equation}->{lead}Z", [value, weight, *(part for part, _ in rest)])
+        return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+
+
+def _of_size_one(r: Rewriter, part: fx.Node, letters: str) -> list[str]:
+    return [own for own, size in zip(letters, r.shape(part), strict=True) if size == 1 and own.isupper()]
+
+
+def outer_read_by(r: Rewriter, node: fx.Node) -> Outer | None:
+    """Return the outer product (or sum) of two values that a linear layer reads, perhaps behind other functions."""
+    flat: Any = node.args[0]
+    value: Any = flat.args[0] if r.name(flat) in VIEWS else None
+    product: Any = value
+    while r.name(product) in operations(Trait.POINTWISE):
+        product = product.args[0]
+    if r.name(product) not in ("mul", "add", "sub"):
         return None
     lead, whole = r.shape(flat)[:-1], r.shape(product)
-    sizes = whole[len(lead) :]
-    letters = string.ascii_lowercase[: len(whole)]
-    if whole[: len(lead)] != lead or len(sizes) < 2 or set(r.shape(weight)[1:]) != {math.prod(sizes)}:
+    sizes, parts = whole[len(lead) :], product.args[:2]
+    if whole[: len(lead)] != lead or len(sizes) < 2 or r.shape(flat)[-1] != math.prod(sizes):
         return None
-    shape = (r.shape(weight)[0], *sizes)
+    if any(r.made_of(part) != "inputs" or len(r.shape(part)) != len(whole) for part in parts):
+        return None
+    one, two = ([size > 1 for size in r.shape(part)[len(lead) :]] for part in parts)
+    if any(size > 1 and own == other for size, own, other in zip(sizes, one, two, strict=True)):
+        return None
+    return Outer(tuple(parts) if product is value and r.name(product) == "mul" else (value,), len(lead), sizes)
+
+
+def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a linear layer on an outer product, with a weight that was an array: products of all elements."""
+    weight: Any = node.args[1]
+    if not weight.meta["val"].is_contiguous() or (outer := outer_read_by(r, node)) is None:
+        return None
+    shape = (r.shape(weight)[0], *outer.sizes)
     matrices = [one for one in shown(r, weight) if r.shape(one) == shape and one.meta["val"].is_contiguous()]
-    terms: list[tuple[fx.Node, str]] = []
-    for part in product.args[:2]:
-        if not isinstance(part, fx.Node) or r.made_of(part) != "inputs" or len(r.shape(part)) != len(whole):
-            return None
-        gone = [letter for letter, size in zip(letters, r.shape(part), strict=True) if size == 1]
-        terms.append(without(r, part, letters, [letter for letter in gone if letter in letters[len(lead) :]]))
-    (first, one), (second, two) = terms
-    if not matrices or not weight.meta["val"].is_contiguous() or set(one) & set(two) != set(letters[: len(lead)]):
-        return None
-    equation = f"{one},Z{letters[len(lead) :]},{two}->{letters[: len(lead)]}Z"
-    result = r.insert(aten.einsum.default, equation, [first, matrices[0], second])
-    return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+    return outer.read_by(r, matrices[0], argument(node, 2, "bias")) if matrices else None
 
 
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:

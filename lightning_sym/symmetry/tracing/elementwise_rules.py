@@ -215,7 +215,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
     for label in value.labels:
         label = trace.constraints.resolve(label)
         kept = tuple(axis for axis in label.axes if axis not in gone)
-        if len(kept) < len(label.axes) and (kept or _covers(gone, value)):
+        if len(kept) < len(label.axes):
             trace.constraints.keep_norm(label)
             whole = trace.parts(label, kept, mixtures=True)
             if centred:
@@ -228,17 +228,11 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
             trace.constraints.fix_scales(whole.scale, magnitudes=False)
             labels.append(whole.on(tuple(a if keep else a - sum(g < a for g in gone) for a in kept)))
             continue
-        if label.axes and not kept:  # the norms distinguish other units (prototypes)
-            trace.constraints.keep_norm(label)
-            if centred:
-                trace.constraints.keep_ones(label)
-            trace.constraints.fix_scales(label.scale, signs=centred)
-            continue
         one = value.with_labels(label)
         (own,) = trace.elementwise(one, positive_scales=True, signs=True, exponent=power, even=True).labels
         own = _of_parts(trace, own, gone) if gone & set(own.axes) else own
         labels.append(own.on(tuple(a if keep else a - sum(g < a for g in gone) for a in own.axes)))
-    return Value(shape, tuple(_as_one(trace, labels) if _covers(gone, value) else labels))
+    return Value(shape, tuple(trace.lent(labels)))
 
 
 def _of_parts(trace: Trace, label: Label, gone: set[int], *, mixtures: bool = False) -> Label:
@@ -557,7 +551,6 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
     keep = len(shape) == value.ndim
     gone = axes_of(axes, value.ndim)
     labels: list[Label] = []
-    numbers: list[Label] = []
     for label in value.labels:
         label = trace.constraints.resolve(label)
         if not gone & set(label.axes):
@@ -567,23 +560,8 @@ def summed_over(trace: Trace, value: Value, axes: Any, *, squares: bool | None =
             # A sum over all units is invariant under permutations; a sum of squares also under rotations.
             if not squares:
                 trace.constraints.keep_ones(label)
-            if _covers(gone, value):
-                numbers.append(trace.constraints.number_of(label))
-            else:
-                trace.constraints.fix_scales(label.scale)
+            labels.append(trace.constraints.number_of(label))
         else:
             whole = _of_parts(trace, label, gone, mixtures=squares)
             labels.append(whole.on(tuple(axis if keep else axis - sum(g < axis for g in gone) for axis in whole.axes)))
-    return Value(shape, (*labels, *_as_one(trace, numbers)))
-
-
-def _covers(gone: set[int], value: Value) -> bool:
-    """Whether all units of a value are on some axes."""
-    return all(set(label.axes) <= gone for label in value.labels)
-
-
-def _as_one(trace: Trace, numbers: Sequence[Label]) -> Sequence[Label]:
-    """Return the label of a number computed from units on several axes, given that for the units of each."""
-    if len(numbers) < 2:
-        return numbers
-    return [numbers[0].scaled_by(trace.constraints.product(*((own.scale, 1.0) for own in numbers)))]
+    return Value(shape, tuple(trace.lent(labels)))

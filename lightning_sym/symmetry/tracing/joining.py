@@ -130,7 +130,7 @@ class Joining(Placing):
             if alone is not None:
                 inverted = product and divide
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
-        return self.disjoint(Value(shape, tuple(self._lent(result) if product else result)))
+        return self.disjoint(Value(shape, tuple(self.lent(result) if product else result)))
 
     def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:
         """Make the elements of a matrix units if another value has one label on both of its axes."""
@@ -155,18 +155,25 @@ class Joining(Placing):
         return found or value
 
     def _is_multiplied_again(self) -> bool:
-        """Whether another matrix of parameters multiplies the current result behind elementwise functions."""
+        """Whether another matrix of parameters multiplies the current result behind elementwise functions.
+
+        It multiplies elements or, for all readers of the result, sums their products.
+        """
         passed = operations(Trait.POINTWISE | Trait.MOVE | Trait.CAST | Trait.JOIN)
         left, own = [self.node], {self._parameter_behind(given) for given in self.node.all_input_nodes}
+        summed: set[bool] = set()
         for node in left:
             for user in node.users:
-                if name_of(user) in operations(Trait.PRODUCT) and shape_of(user) == shape_of(node):
-                    others = {self._parameter_behind(each) for each in user.all_input_nodes if each is not node}
-                    if any(sum(size > 1 for size in shape_of(other) or ()) > 1 for other in others - own - {None}):
-                        return True
-                if name_of(user) in passed and user not in left:
-                    left.append(user)
-        return False
+                name = name_of(user)
+                if name in passed:
+                    left.extend([] if user in left else [user])
+                    continue
+                others = {self._parameter_behind(each) for each in user.all_input_nodes if each is not node}
+                again = any(sum(size > 1 for size in shape_of(other) or ()) > 1 for other in others - own - {None})
+                if again and name in operations(Trait.PRODUCT) and shape_of(user) == shape_of(node):
+                    return True
+                summed.add(again and name == "matmul")
+        return summed == {True}
 
     def _parameter_behind(self, node: fx.Node) -> fx.Node | None:
         """Return the parameter of which a node shows the elements, if there is one."""
@@ -262,18 +269,17 @@ class Joining(Placing):
         """Whether the only label is that of a unit that fills the value."""
         return len(labels) == 1 and not labels[0].axes
 
-    def _lent(self, labels: list[Label]) -> list[Label]:
-        """Multiply the scales of the product's units by that of a unit that fills the other factor (a learned gate)."""
-        wide = next((index for index, label in enumerate(labels) if label.axes), None)
-        if wide is None or all(label.axes for label in labels):
+    def lent(self, labels: list[Label]) -> list[Label]:
+        """Multiply the scales of units by those of numbers in the same value (a learned gate, a sum over other units).
+
+        Without units, the scales of several numbers become that of one.
+        """
+        numbers = [label for label in labels if not label.axes]
+        wide, *others = [label for label in labels if label.axes] or numbers[:1] or [None]
+        if wide is None or not (numbers := [own for own in numbers if own is not wide]):
             return labels
-        for label in labels:
-            if label.axes:
-                continue
-            whole = np.full(labels[wide].scale.shape, int(label.scale))
-            scale = self.constraints.product((labels[wide].scale, 1.0), (whole, 1.0))
-            labels[wide] = labels[wide].scaled_by(scale)
-        return [label for label in labels if label.axes]
+        wholes = [(np.full(wide.scale.shape, int(own.scale)), 1.0) for own in numbers]
+        return [wide.scaled_by(self.constraints.product((wide.scale, 1.0), *wholes)), *others]
 
     def parts(self, label: Label, axes: Sequence[int], *, mixtures: bool = False) -> Label:
         """Require that units at one position of some axes stay together (heads, groups).

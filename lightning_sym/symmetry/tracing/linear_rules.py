@@ -54,6 +54,10 @@ def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Seque
     }
     axes = [[whole.index(c) if c != inner else None for c in term] for term in terms]
     product = trace.contract(values[0], axes[0], values[1], axes[1], [sizes[c] for c in whole])
+    if any(value.state is not None and len(value.labels) > len(summed) for value in values):
+        for label in product.labels:  # the weight's other units can take over a scale of all terms
+            if label.axes and min(label.axes) >= len(output):
+                trace.constraints.fix_scales(label.scale)
     return summed_over(trace, product, range(len(output), len(whole)), squares=False)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.contractions import outer_read_by
 from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
@@ -62,10 +63,34 @@ def shape_layers(capture: Capture, whole: Collection[str], kept: Collection[str]
             read = [node.args[1], argument(node, 2, "bias")] if name == "linear" else [node.args[0]]
             layers.setdefault((name, *(own for own in read if own is not None)), []).append(node)
     for (_, *tensors), nodes in layers.items():
-        if all(_is_free(capture, own, nodes, whole) for own in tensors):
-            with contextlib.suppress(NoSpellingError):
-                changed |= _shape_layers(r, nodes, tensors)
+        free = [_is_free(capture, own, nodes, whole) for own in tensors]
+        with contextlib.suppress(NoSpellingError):
+            changed |= all(free) and _shape_layers(r, nodes, tensors)
+        if free[0] and nodes[0].users:
+            changed |= _shape_readers(r, nodes, tensors[0])
     return changed
+
+
+def _shape_readers(r: Rewriter, nodes: Sequence[fx.Node], weight: fx.Node) -> bool:
+    """Give the weight of layers that read an outer product an axis for each of its axes; return whether they do."""
+    if any(r.name(node) != "linear" for node in nodes):
+        return False
+    found = [outer_read_by(r, node) for node in nodes]
+    sizes = {() if own is None else own.sizes for own in found}
+    if len(sizes) > 1 or () in sizes:
+        return False
+    rows, columns = r.shape(weight)
+    shape = (rows, *sizes.pop())
+    known: dict[fx.Node, Piece] = {}
+    for node, outer in zip(nodes, found, strict=True):
+        r.at = node
+        read = r.insert(aten.reshape.default, weight, list(shape))
+        known[read] = Piece(f"{r.capture.states[weight]}[:, 0:{columns}]", 0, shape)
+        r.replace(node, outer.read_by(r, read, argument(node, 2, "bias")))
+    r.erase_unread()
+    _chart_pieces(r.capture, weight, known.values())
+    cut_at(r.capture, weight, {read: [*read.users] for read in known}, known)
+    return True
 
 
 def _is_free(capture: Capture, tensor: fx.Node, readers: Sequence[fx.Node], whole: Collection[str]) -> bool:

@@ -592,7 +592,7 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the triangle of a value as a product with a constant."""
     value = node.args[0]
-    if r.made_of(value) != "inputs":
+    if r.made_of(value) == "constants":
         return None
     sizes, kind = r.shape(value)[-2:], node.meta["val"].dtype
     ones = r.insert(aten.full.default, list(sizes), 1.0, dtype=kind, device=node.meta["val"].device)
@@ -610,6 +610,7 @@ _SUMS = (_scaled_sum, _neutral, squared_distances, squares_of_parts, gathered, f
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
+    **dict.fromkeys(("dot", "vdot"), lambda r, node: r.insert(aten.matmul.default, *node.args[:2])),
     "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.branches import pieces
-from lightning_sym.symmetry.tracing.contractions import layout, reshaped, shown, stored
+from lightning_sym.symmetry.tracing.contractions import layout, permuted, reshaped, shown, stored
 from lightning_sym.symmetry.tracing.nodes import argument, memories_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
@@ -285,6 +285,13 @@ def sum_of_squares(r: Rewriter, node: fx.Node) -> fx.Node | None:
         left = [axis for axis in range(before) if axis not in own] if rank < before else [*range(before)]
         total = r.insert(aten.sum.dim_IntList, inner.args[0], sorted(own | {left[axis] for axis in gone}))
         return reshaped(r, total, r.shape(node))
+    if r.name(inner) == "linear":
+        found = _squared_weights(r, inner)
+        if gone != {rank - 1} or found is None:
+            return None
+        squares = r.insert(aten.square.default, permuted(r, *found))
+        row = r.insert(aten.sum.dim_IntList, squares, [0], True)
+        return reshaped(r, r.insert(aten.linear.default, inner.args[0], row), r.shape(node))
     parts = [part for part in inner.args if isinstance(part, fx.Node)]
     if r.name(inner) not in ("add", "sub", "neg", "mul") or inner.kwargs:
         return None
@@ -304,9 +311,21 @@ def _holds_squares(r: Rewriter, node: Any) -> bool:
     name, second = r.name(node), argument(node, 1, "other")
     if name == "square" or (name == "pow" and second == 2) or (name == "mul" and second is node.args[0]):
         return r.made_of(node) == "inputs"
+    if name == "linear":
+        return _squared_weights(r, node) is not None
     if name not in ("sum", "add", "sub", "neg") and (name != "mul" or r.number(second) is None):
         return False
     return any(_holds_squares(r, part) for part in node.all_input_nodes)
+
+
+def _squared_weights(r: Rewriter, layer: fx.Node) -> tuple[fx.Node, tuple[int, int]] | None:
+    """Return the matrix whose squared elements are the weight of a layer without bias, and the order of its axes."""
+    weight: Any = layer.args[1]
+    turned = r.name(weight) in operations(Trait.PERMUTE)
+    root = _root(r, weight.args[0] if turned else weight)
+    if root is None or r.made_of(weight) != "weights" or argument(layer, 2, "bias") is not None:
+        return None
+    return root, (1, 0) if turned else (0, 1)
 
 
 def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:

@@ -82,6 +82,8 @@ class Trace(Joining):
             value = self.elementwise(value, signs=signs and self.affine)
             return replace(value, offset=offset) if signs and self.affine else value
         labels = []
+        if len(value.labels) > 1 and (first := next((label for label in value.labels if label.axes), None)):
+            value = self._lending(value, first.axes[0])  # only the product of the labels' scales counts
         for label in value.labels:
             self.constraints.restrict(label)
             self.constraints.fix_scales(label.scale, magnitudes=not positive_scales, signs=not signs)
