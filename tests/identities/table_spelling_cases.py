@@ -101,6 +101,22 @@ PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "every other": lambda h: (h[..., ::2].square() + h[..., 1::2].square()).sqrt(),
     "unbind": lambda h: sum(own**2 for own in h.unflatten(-1, (3, 2)).unbind(-1)).sqrt(),  # type: ignore[union-attr]
 }
+# Gaussians around learned places, with a width: their common scale, rotations and translations.
+GAUSSIANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cdist": lambda h, c: torch.cdist(h, c) ** 2,
+    "sum of squares": lambda h, c: (h[:, None] - c).square().sum(-1),
+    "norm": lambda h, c: (h[:, None] - c).norm(dim=-1).square(),
+    "einsum": lambda h, c: torch.einsum("bij,bij->bi", h[:, None] - c, h[:, None] - c),
+    "by hand": lambda h, c: h.square().sum(-1, keepdim=True) - 2 * h @ c.T + c.square().sum(-1),
+}
+# Products of all pairs of inputs with learned vectors (factorisation machines).
+MACHINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squared table": lambda v, x: ((x @ v).square() - x.square() @ v.square()).sum(-1),
+    "linear": lambda v, x: (F.linear(x, v.T) ** 2 - F.linear(x**2, (v**2).T)).sum(1),
+    "rows": lambda v, x: 2 * sum((v[i] * v[j]).sum() * x[:, i] * x[:, j] for i in range(5) for j in range(i)),
+    "dot": lambda v, x: 2 * sum(torch.dot(v[i], v[j]) * x[:, i] * x[:, j] for i in range(5) for j in range(i)),
+    "pairs": lambda v, x: 2 * torch.einsum("bi,bj,ij->b", x, x, (v @ v.T).triu(1)),
+}
 MEDIANS: dict[str, Callable[[Tensor], Tensor]] = {
     "sort": lambda h: h.sort(1)[0][:, (h.shape[1] - 1) // 2],
     "kthvalue": lambda h: h.kthvalue((h.shape[1] + 1) // 2, 1)[0],
@@ -155,6 +171,14 @@ TABLES: dict[str, Function] = {
         samples=60),
     "outer product": Function({"a": of(L, 4, 3), "b": of(L, 4, 2), "o": of(L, 6, 7)}, two_inputs(4), 5,
         each(OUTER, lambda own: lambda s, x: s.o(own(F.leaky_relu(s.a(x)), F.leaky_relu(s.b(x))))), samples=90),
+    "outer product of linear units": Function({"a": of(L, 4, 3), "b": of(L, 4, 2), "o": of(L, 6, 7)}, two_inputs(4), 13,
+        each(OUTER, lambda own: lambda s, x: s.o(own(s.a(x), s.b(x)))), samples=90),
+    "tanh of an outer product": Function({"a": of(L, 4, 3), "b": of(L, 4, 2), "o": of(L, 6, 7)}, two_inputs(4), 1,
+        each(OUTER, lambda own: lambda s, x: s.o(own(s.a(x), s.b(x)).tanh())), samples=90),
+    "places with a width": Function({"a": of(L, 4, 3), "c": parameter(9, 3), "w": parameter(9), "o": of(L, 9, 7)},
+        two_inputs(4), 7, each(GAUSSIANS, lambda own: lambda s, x: s.o((s.w * own(s.a(x), s.c)).tanh())), samples=90),
+    "factorisation machine": Function({"v": parameter(5, 2)}, two_inputs(5), 1,
+        each(MACHINES, lambda own: lambda s, x: own(s.v, x)[:, None]), samples=60),
     "lengths of halves": Function({"a": of(L, 7, 6), "o": of(L, 3, 9)}, steps(7), 6,
         each(HALVES, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
     "lengths of pairs": Function({"a": of(L, 7, 6), "o": of(L, 3, 9)}, steps(7), 6,

@@ -101,8 +101,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     made = {r.made_of(part) for part in parts}
     if made == {"constants", "inputs"} and axes:
         return _scaled_sum(r, node, parts)
-    if made == {"weights"} and {len(r.shape(part)) for part in (*parts, product)} == {1} and parts[0] is not parts[1]:
-        return reshaped(r, r.insert(aten.matmul.default, *parts), r.shape(node))
+    if len(r.shape(product)) == 1 and (found := product_of_rows(r, product)) is not None:
+        return reshaped(r, found, r.shape(node))
     if not axes:
         return None
     last = len(r.shape(product)) - 1
@@ -147,6 +147,18 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result
+
+
+def product_of_rows(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Return the scalar product of two vectors of weights that are also read elsewhere, as the rows of a table are.
+
+    Rotations leave it alone. For vectors without further readers, scales of single elements say the same.
+    """
+    parts: Any = node.args[:2]
+    alike = {len(r.shape(part)) for part in parts} == {1} and parts[0] is not parts[1]
+    if not alike or any(r.made_of(part) != "weights" or len(part.users) < 2 for part in parts):
+        return None
+    return r.insert(aten.matmul.default, *parts)
 
 
 def _of_moved_factors(r: Rewriter, node: fx.Node) -> fx.Node | None:

@@ -50,7 +50,13 @@ from torch.utils import _pytree as pytree
 from lightning_sym.symmetry.tracing import written_out
 from lightning_sym.symmetry.tracing.averages import average, is_data
 from lightning_sym.symmetry.tracing.batch_norms import recognise_batch_norms
-from lightning_sym.symmetry.tracing.bilinear import bilinear_row, mean_product, number_of_weights, summed_product
+from lightning_sym.symmetry.tracing.bilinear import (
+    bilinear_row,
+    mean_product,
+    number_of_weights,
+    product_of_rows,
+    summed_product,
+)
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
@@ -610,7 +616,7 @@ _SUMS = (_scaled_sum, _neutral, squared_distances, squares_of_parts, gathered, f
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
-    **dict.fromkeys(("dot", "vdot"), lambda r, node: r.insert(aten.matmul.default, *node.args[:2])),
+    **dict.fromkeys(("dot", "vdot"), product_of_rows),
     "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
