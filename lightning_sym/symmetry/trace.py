@@ -25,6 +25,7 @@ from lightning_sym.symmetry.solving.unread import wide_matrices
 from lightning_sym.symmetry.tracing.alike import Role, read_apart
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.elementwise_rules import FACTORS
 from lightning_sym.symmetry.tracing.labels import find_labels
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import namesakes
@@ -127,9 +128,10 @@ def trace_symmetry(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
         captures, known = _exchanging(trace, captures, derive) if exchange else (captures, None)
+        captures, known = _splitting(trace, captures, known or derive(captures), derive)
 
         def begin(found: Sequence[Capture]) -> Symmetry:
-            return known if known is not None and found is captures else derive(found)
+            return known if found is captures else derive(found)
 
         prove = check and not tensors.weightless
         return (
@@ -160,10 +162,7 @@ def _exchanging(
             trace.stacked = new
             symmetry = derive(found)
             more = symmetry.log10_permutations > best.log10_permutations + 1e-9
-            before, after = (
-                (own.dimension, own.signs, own.structure.flips.shape[1], -len(own.notes)) for own in (best, symmetry)
-            )
-            if more and all(old <= new for old, new in zip(before, after, strict=True)):
+            if more and _loses_nothing(best, symmetry):
                 known = {(norm.module, norm.gain, norm.bias) for norm in symmetry.norms}
                 lost = (own.module for own in best.norms if (own.module, own.gain, own.bias) not in known)
                 symmetry.exchanged_norms = (*best.exchanged_norms, *lost)
@@ -181,6 +180,27 @@ def _exchanging(
     for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
         captures = attempt([one]) or captures
     return captures, best
+
+
+def _splitting(
+    trace: Tracer, captures: Sequence[Capture], best: Symmetry, derive: Callable[[Sequence[Capture]], Symmetry]
+) -> tuple[Sequence[Capture], Symmetry]:
+    """Return captures that read biases before exponentials as factors, where the group then has more dimensions."""
+    if any(note.endswith(FACTORS) for note in best.notes):
+        trace.splits = True
+        found = [trace(captured.call) for captured in captures]
+        symmetry = derive(found)
+        more = symmetry.dimension > best.dimension and symmetry.shifts >= best.shifts
+        if more and _loses_nothing(best, symmetry):
+            return found, symmetry
+        trace.splits = False
+    return captures, best
+
+
+def _loses_nothing(before: Symmetry, after: Symmetry) -> bool:
+    """Whether one group has at least as many dimensions, signs and half turns as another one, and no more notes."""
+    one, two = ((own.dimension, own.signs, own.structure.flips.shape[1], -len(own.notes)) for own in (before, after))
+    return all(old <= new for old, new in zip(one, two, strict=True))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Scales and signs: independent generators, their exponents at every position, and their units."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -165,7 +166,9 @@ def tabulate(columns: Sequence[Ints], forms: sparse.csr_matrix, rows: int, *, mo
         for table in tables:
             known[table] = True
         if known.all():
-            return Table(forms if modulo_two else _alike(columns, forms, tables, found), tables, found, left_out)
+            if not modulo_two:
+                forms = _alike(columns, _parted_from_others(forms, tables), tables, found)
+            return Table(forms, tables, found, left_out)
         # Signs inside rotations stay unchanged: they are among the matrices.
         if not modulo_two and (parted := _parted(columns, forms, known)) is not None:
             parted.eliminate_zeros()
@@ -186,6 +189,40 @@ def _alike(
             own = np.asarray(forms[matrix[:, places].ravel(), table.ravel()]).reshape(table.shape)
             change[table] = own[:1] / own
     return forms if (change == 1).all() else (forms @ sparse.diags(change)).tocsr()
+
+
+def _parted_from_others(forms: sparse.csr_matrix, tables: Sequence[Ints]) -> sparse.csr_matrix:
+    """Multiply generators by powers of others of the same unit if they then act at fewer positions, all of them old.
+
+    A scale that only multiplies weights then divides no others, so that a gauge can normalise these weights.
+    """
+    several = [table for table in tables if table.shape[1] > 1]
+    if not several:
+        return forms
+    by_generator = forms.tocsc()
+    changes: list[tuple[Ints, Ints, float]] = []
+    for table in several:
+        first = by_generator[:, table[0]]
+        acting = [
+            dict(zip(first.indices[begin:end].tolist(), first.data[begin:end].tolist(), strict=True))
+            for begin, end in itertools.pairwise(first.indptr)
+        ]
+        changed: set[int] = set()
+        for one, two in itertools.permutations(range(len(acting)), 2):
+            ratios = {acting[one].get(place, 0.0) / power for place, power in acting[two].items()}
+            if len(ratios) != 1 or 0.0 in ratios or len(acting[two]) == len(acting[one]) or {one, two} & changed:
+                continue
+            changes.append((table[:, two], table[:, one], -ratios.pop()))
+            changed.add(one)
+    if not changes:
+        return forms
+    rows, to = (np.concatenate([own[at] for own in changes]) for at in (0, 1))
+    powers = np.concatenate([np.full(len(one), power) for one, _, power in changes])
+    result = forms @ (sparse.identity(forms.shape[1]) + sparse.csr_matrix((powers, (rows, to)), [forms.shape[1]] * 2))
+    result.data[np.abs(result.data) < _ROUNDING] = 0
+    result.eliminate_zeros()
+    result.sort_indices()
+    return result
 
 
 def _parted(columns: Sequence[Ints], forms: sparse.csr_matrix, known: Bools) -> sparse.csr_matrix | None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import POSITIVE, Chart
 from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
@@ -76,6 +77,32 @@ def read_as_gains(r: Rewriter) -> None:
             inner: Any = given if power > 0 else given.args[0]  # type: ignore[union-attr]
             r.replace(read, inner if power > 0 else r.insert(aten.reciprocal.default, inner))
         r.capture.charts[name] = names.pop()
+
+
+def split_exponentials(r: Rewriter) -> bool:
+    """Rewrite exp(z + b) as exp(z) exp(b) for the biases b of layers without other readers; return whether any exist.
+
+    The factors exp(b) have scales, but a bias that is read only so absorbs no constants any more.
+    """
+    changed = False
+    for node in [own for own in r.graph.nodes if r.name(own) == "exp"]:
+        inner: Any = node.args[0]
+        negative = r.name(inner) == "neg"
+        layer: Any = inner.args[0] if negative else inner
+        bias = argument(layer, 2, "bias") if r.name(layer) in {"linear"} | operations(Trait.CONVOLVE) else None
+        alone = {*layer.users} == {inner if negative else node} and {*inner.users} == {node}
+        if not alone or bias not in r.capture.states or len(bias.users) > 1:
+            continue
+        r.unmark(layer)  # its values without the bias have no name
+        r.at, count = node, 0 if r.name(layer) == "linear" else len(r.shape(layer)) - 2
+        rest = {name: own for name, own in layer.kwargs.items() if name != "bias"}
+        value = r.insert(layer.target, *layer.args[:2], None, *layer.args[3:], **rest)
+        factor = reshaped(r, bias, [*r.shape(bias), *[1] * count])
+        parts = [r.insert(inner.target, own) if negative else own for own in (value, factor)]
+        r.replace(node, r.insert(aten.mul.Tensor, *(r.insert(node.target, own) for own in parts)))
+        changed = True
+    r.erase_unread()
+    return changed
 
 
 def _positive(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, int]] | None:

@@ -74,6 +74,9 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
     return trace.elementwise(value, positive_scales=True, signs=whole, even=exponent % 2 == 0, exponent=float(exponent))
 
 
+FACTORS = "makes factors of what biases add, which scales could undo"
+
+
 @register_rule("aten::exp", "aten::exp2")
 def _exponential(trace: Trace, value: Value) -> Value:
     passed = trace.permutations_only(value)
@@ -83,7 +86,7 @@ def _exponential(trace: Trace, value: Value) -> Value:
             return without_scale(trace, passed)
     if not _has_bias(trace.node.all_input_nodes[0]):
         return passed
-    with trace.constraints.explain(f"{trace.where}: makes factors of what biases add, which scales could undo"):
+    with trace.constraints.explain(f"{trace.where}: {FACTORS}"):
         return without_scale(trace, passed)
 
 

@@ -8,11 +8,13 @@ from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.tracing.alike import Role, alike, stack
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
+from lightning_sym.symmetry.tracing.charts import split_exponentials
 from lightning_sym.symmetry.tracing.expansion import expand
 from lightning_sym.symmetry.tracing.made_weights import shape_layers
 from lightning_sym.symmetry.tracing.members import take_apart
 from lightning_sym.symmetry.tracing.normalise import normalise
 from lightning_sym.symmetry.tracing.pieces import cut_arrays, cut_parameters, unlike_pieces
+from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
 
 
@@ -28,6 +30,7 @@ class Tracer:
     Attributes:
         alike: For each set of modules with equal operations in the first captured call, its tensors.
         stacked: Tensors of such modules that are read as stacks, so that elements exchange the modules.
+        splits: Whether biases before exponentials are read as factors behind them.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Tracer:
         self._whole: set[str] = set()  # parameters that are not cut into pieces
         self.alike: list[tuple[Role, ...]] | None = None
         self.stacked: Sequence[Role] = ()
+        self.splits = False
 
     def __call__(self, call: Call) -> Capture:
         """Return the operations of the network on a call, in normal form."""
@@ -58,6 +62,8 @@ class Tracer:
         if cut_arrays(captured, whole):
             normalise(captured, own_operations())
         if shape_layers(captured, whole, own_operations()):
+            normalise(captured, own_operations())
+        if self.splits and split_exponentials(Rewriter(captured, own_operations())):
             normalise(captured, own_operations())
         return captured
 

@@ -298,6 +298,7 @@ class Trace(Joining):
         labels = []
         for label in others:
             common = self.constraints.fresh_scales(())
+            self.constraints.common.append(common)
             one, two = (np.full(part.scale.shape, int(common)) for part in (own, label))
             own = own.scaled_by(self.constraints.product((own.scale, 1.0), (one, 1.0)))
             labels.append(label.scaled_by(self.constraints.product((label.scale, 1.0), (two, -1.0))))
