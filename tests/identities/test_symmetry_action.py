@@ -438,7 +438,7 @@ ATTENTION_CASES = {
 # aside.
 ACTIVATIONS: dict[tuple[int, int], dict[str, Callable[[Tensor], Tensor]]] = {
     (8, 0): {"relu": F.relu, "clamp": lambda x: x.clamp(min=0), "leaky_relu": lambda x: F.leaky_relu(x, 0.3),
-        "relu_squared": lambda x: F.relu(x) ** 2, "rrelu": F.rrelu},
+        "relu_squared": lambda x: F.relu(x) ** 2, "rrelu": F.rrelu, "exp": torch.exp},
     (8, 8): {"abs": torch.abs, "leaky_relu(-1)": lambda x: F.leaky_relu(x, -1.0), "square": lambda x: x**2,
         "square_method": lambda x: x.square(), "cube": lambda x: x**3, "sign": torch.sign},
     (0, 8): {"gaussian": lambda x: torch.exp(-x.square()), "cos": torch.cos, "tanh": torch.tanh, "sin": torch.sin,
@@ -447,7 +447,7 @@ ACTIVATIONS: dict[tuple[int, int], dict[str, Callable[[Tensor], Tensor]]] = {
     (0, 0): {"sigmoid": torch.sigmoid, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "silu": F.silu, "softplus": F.softplus, "elu": F.elu, "celu": F.celu, "selu": F.selu, "mish": F.mish,
         "relu6": F.relu6, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "logsigmoid": F.logsigmoid,
-        "threshold": lambda x: F.threshold(x, 0.1, 0.0), "exp": torch.exp},
+        "threshold": lambda x: F.threshold(x, 0.1, 0.0)},
 }  # fmt: skip
 
 CASES = {
@@ -505,7 +505,6 @@ NOTES = {
     "cat_with_itself": "reads units more than once",
     "repeat": "reads units more than once",
     "lerp": "adds layers that read one value",
-    "activation_exp": "makes factors of what biases add",
 }
 # Matrices of units that nothing reads, whose weights are all free: these are among the shifts.
 TWICE = {"index_some": 16}
