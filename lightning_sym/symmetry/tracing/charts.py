@@ -1,5 +1,6 @@
 """Charts: replace a parameter that the network reads as w + n, with a number n, by the sum; exp(w) by a gain."""
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -80,29 +81,43 @@ def read_as_gains(r: Rewriter) -> None:
 
 
 def split_exponentials(r: Rewriter) -> bool:
-    """Rewrite exp(z + b) as exp(z) exp(b) for the biases b of layers without other readers; return whether any exist.
+    """Rewrite exp(n (z + b)) as exp(n z) exp(b)^n, for numbers n and the biases b of layers without other readers.
 
     The factors exp(b) have scales, but a bias that is read only so absorbs no constants any more.
+
+    Returns:
+        Whether there are any.
     """
     changed = False
     for node in [own for own in r.graph.nodes if r.name(own) == "exp"]:
-        inner: Any = node.args[0]
-        negative = r.name(inner) == "neg"
-        layer: Any = inner.args[0] if negative else inner
+        steps, layer, power = [node], node.args[0], 1.0
+        while isinstance(layer, fx.Node) and (factor := _number_of(r, layer)) is not None:
+            steps, layer, power = [layer, *steps], layer.args[0], power * factor
         bias = argument(layer, 2, "bias") if r.name(layer) in {"linear"} | operations(Trait.CONVOLVE) else None
-        alone = {*layer.users} == {inner if negative else node} and {*inner.users} == {node}
+        way = [layer, *steps]
+        alone = isinstance(layer, fx.Node) and all([*own.users] == [to] for own, to in itertools.pairwise(way))
         if not alone or bias not in r.capture.states or len(bias.users) > 1:
             continue
         r.unmark(layer)  # its values without the bias have no name
         r.at, count = node, 0 if r.name(layer) == "linear" else len(r.shape(layer)) - 2
         rest = {name: own for name, own in layer.kwargs.items() if name != "bias"}
         value = r.insert(layer.target, *layer.args[:2], None, *layer.args[3:], **rest)
-        factor = reshaped(r, bias, [*r.shape(bias), *[1] * count])
-        parts = [r.insert(inner.target, own) if negative else own for own in (value, factor)]
-        r.replace(node, r.insert(aten.mul.Tensor, *(r.insert(node.target, own) for own in parts)))
+        for step in steps:
+            value = r.insert(step.target, value, *step.args[1:])
+        factor = r.insert(node.target, reshaped(r, bias, [*r.shape(bias), *[1] * count]))
+        factor = factor if power == 1 else r.insert(aten.pow.Tensor_Scalar, factor, power)
+        r.replace(node, r.insert(aten.mul.Tensor, value, factor))
         changed = True
     r.erase_unread()
     return changed
+
+
+def _number_of(r: Rewriter, node: fx.Node) -> float | None:
+    """Return the number by which an operation multiplies its first argument; None for other operations."""
+    if r.name(node) == "neg":
+        return -1.0
+    number = r.number(node.args[1]) if r.name(node) in ("mul", "div") else None
+    return None if not number else number if r.name(node) == "mul" else 1 / number
 
 
 def _positive(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, int]] | None:

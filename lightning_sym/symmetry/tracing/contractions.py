@@ -317,8 +317,6 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     rewritten = _with_diagonal(r, first, second)
     if rewritten is not None:
         return rewritten
-    if made == {"inputs"} and r.shape(first)[-1] == 1 and 1 < len(r.shape(first)) == len(r.shape(second)):
-        return r.insert(aten.mul.Tensor, first, second)  # a column times a row
     equation = equation_of(node)
     if made == {"weights", "inputs"} and equation is not None:
         alike = len(r.shape(first)) == len(r.shape(second))
@@ -538,7 +536,8 @@ def outer_read_by(r: Rewriter, node: fx.Node) -> Outer | None:
     product: Any = value
     while r.name(product) in operations(Trait.POINTWISE):
         product = product.args[0]
-    if r.name(product) not in ("mul", "add", "sub"):
+    column = r.name(product) == "matmul" and r.shape(product.args[0])[-1] == 1
+    if not column and r.name(product) not in ("mul", "add", "sub"):
         return None
     lead, whole = r.shape(flat)[:-1], r.shape(product)
     sizes, parts = whole[len(lead) :], product.args[:2]
@@ -549,7 +548,8 @@ def outer_read_by(r: Rewriter, node: fx.Node) -> Outer | None:
     one, two = ([size > 1 for size in r.shape(part)[len(lead) :]] for part in parts)
     if any(size > 1 and own == other for size, own, other in zip(sizes, one, two, strict=True)):
         return None
-    return Outer(tuple(parts) if product is value and r.name(product) == "mul" else (value,), len(lead), sizes)
+    apart = product is value and r.name(product) in ("mul", "matmul")
+    return Outer(tuple(parts) if apart else (value,), len(lead), sizes)
 
 
 def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:

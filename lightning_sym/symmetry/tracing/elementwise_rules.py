@@ -337,10 +337,10 @@ def _where(trace: Trace, condition: Value, one: Any, two: Any) -> Any:
 
 @register_rule(Trait.ORDER)
 def _compare(trace: Trace, one: Value, two: Any) -> Value:
-    """Compare values; a comparison with 0 allows positive scales, others allow none."""
+    """Compare values; a comparison with 0, or of two values, allows positive scales, others allow none."""
     if isinstance(two, Value):
-        return trace.permutations_only(trace.join(one, two, product=False))
-    if two != 0:
+        one = trace.join(one, two, product=False)
+    elif two != 0:
         return trace.permutations_only(one)
     return without_scale(trace, trace.elementwise(one, positive_scales=True))
 

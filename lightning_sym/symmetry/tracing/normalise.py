@@ -401,10 +401,17 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     if r.made_of(place) == "inputs":
         return r.insert(aten.embedding.default, table, place)
-    known = r.constant(place)
+    known = place.meta.get("kept", r.constant(place))
     if known is not None and known.ndim > 1 and known.numel() and int(known.min()) >= 0:
         return r.insert(aten.embedding.default, table, place)  # as relative positions of pairs
-    if known is None or known.ndim != 1 or not len(known) or bool((known.diff() != 1).any()) or int(known[0]) < 0:
+    if (
+        known is None
+        or "kept" in place.meta
+        or known.ndim != 1
+        or not len(known)
+        or bool((known.diff() != 1).any())
+        or int(known[0]) < 0
+    ):
         return None
     return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)
 
