@@ -44,7 +44,6 @@ CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
 FACTORS = "sums units times fixed numbers, behind which they keep no scale in common"  # relative positions by numbers
 ALONG = "acts along an axis on which units live"  # positions that are resized
-OVERLAP = "labels on axes that overlap only in part meet"  # attention over channels
 ONE_AXIS = "two labelled axes became one"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
 NORMED = (
@@ -56,8 +55,8 @@ MEANING = {TIED: "tied embeddings: the stream is permuted, not rotated, as no re
     HEADS: "slopes of linear biases, masks of windows",
     PLACES: "rotary conventions that pair a unit with itself, relative positions",
     TOGETHER: "signs of rotary pairs with gains that all heads share", CHOSEN: "experts are chosen by groups first",
-    EQUAL: "masked values may be equal", ONE_AXIS: "two kinds of units are written into one tensor",
-    OVERLAP: "attention over channels", RELATIVE: "one table of relative positions for all heads, learned keys",
+    EQUAL: "masked values may be equal", ONE_AXIS: "two kinds of units are written into one tensor, or attention is over channels",
+    RELATIVE: "one table of relative positions for all heads, learned keys",
     FACTORS: "tables of relative positions are made of fixed numbers", ALONG: "learned positions are resized",
     NORMED: "layer norms on queries and keys"}  # fmt: skip
 STAYS_FIXED: dict[str, set[str]] = {
@@ -84,8 +83,8 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("timm", ("eva02", "eva02, any size", "vit, rotary"), {PLACES}),
         ("timm", ("vit, learned rotary",), {PLACES, ONE_AXIS}),
         ("timm", ("dinov3",), {HEADS}),
-        ("timm", ("davit", "coat"), {OVERLAP}),
-        ("timm", ("xcit", "edgenext"), {OVERLAP, FACTORS}),
+        ("timm", ("davit",), {ONE_AXIS}),
+        ("timm", ("xcit", "edgenext"), {ONE_AXIS, FACTORS}),
         ("timm", ("botnet", "lambda_resnet"), {RELATIVE}),
         ("timm", ("sam",), {RELATIVE, ALONG}),
         ("timm", ("tnt",), {TIED, PLACES}),

@@ -1,6 +1,7 @@
 """Constraints of elementwise sums and products on the units of both operands."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,6 +23,12 @@ def _places(label: Label, axes: Sequence[int]) -> Ints:
     shape = label.atom.shape
     sizes = [size if axis in axes else 1 for axis, size in zip(label.axes, shape, strict=True)]
     return np.broadcast_to(np.arange(int(np.prod(sizes))).reshape(sizes), shape)
+
+
+def _crossing(first: Sequence[Label], second: Sequence[Label]) -> set[int]:
+    """Return the axes that labels of two values share while each has another one: units act alike along these."""
+    pairs = ((set(one.axes), set(two.axes)) for one, two in itertools.product(first, second))
+    return set().union(*(one & two for one, two in pairs if one - two and two - one))
 
 
 MET = "meets numbers that do not depend on the inputs: biases could absorb them"
@@ -74,6 +81,9 @@ class Joining(Placing):
         if product and gain is None and (one, two) != given:  # a matrix with one unit per element
             gain = self.gain_in(given[1]) or (None if divide else self.gain_in(given[0]))
         first, second = self._broadcast(one, shape), self._broadcast(two, shape)
+        if across := _crossing(first, second):
+            tied = (self.tied(own, [axis - len(shape) for axis in across]) for own in (one, two))
+            return self.join(*tied, product=product, divide=divide, gain=gain)
         added = bool(not product and first and second and self._is_number(first) != self._is_number(second))
         if added:
             first, second = self._beside_number(first, second), self._beside_number(second, first)
@@ -101,7 +111,7 @@ class Joining(Placing):
             elif not nested:
                 apart = None if product else self._both_blocks(label, partner)
                 joined = apart or self.constraints.same_units(label, partner)
-            elif set(partner.axes) < set(label.axes) or set(label.axes) < set(partner.axes):
+            else:
                 wide, narrow = (label, partner) if len(label.axes) > len(partner.axes) else (partner, label)
                 joined, parents = (self.onto(self.constraints.resolve(part), wide) for part in (wide, narrow))
                 spread = product and gain is not None and self.tensors[gain].numel() == narrow.size
@@ -111,9 +121,6 @@ class Joining(Placing):
                 self._see_by_tag(joined, parents)
                 joined = self._told_apart(joined, narrow, two if wide is label else one, len(shape))
                 label, partner = (joined, parents) if wide is label else (parents, joined)
-            else:
-                self.fix(Value(shape, (label, partner)), "labels on axes that overlap only in part meet")
-                continue
             scale = label.scale
             if product:
                 if gain is not None and not nested and self.tensors[gain].numel() == joined.size:
