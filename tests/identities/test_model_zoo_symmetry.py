@@ -55,7 +55,7 @@ MEANING = {TIED: "tied embeddings: the stream is permuted, not rotated, as no re
     HEADS: "slopes of linear biases, masks of windows",
     PLACES: "rotary conventions that pair a unit with itself, relative positions",
     TOGETHER: "signs of rotary pairs with gains that all heads share", CHOSEN: "experts are chosen by groups first",
-    EQUAL: "masked values may be equal", ONE_AXIS: "two kinds of units are written into one tensor, or attention is over channels",
+    EQUAL: "masked values may be equal", ONE_AXIS: "two kinds of units in one tensor, or attention over channels",
     RELATIVE: "one table of relative positions for all heads, learned keys",
     FACTORS: "tables of relative positions are made of fixed numbers", ALONG: "learned positions are resized",
     NORMED: "layer norms on queries and keys"}  # fmt: skip
@@ -86,7 +86,7 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("timm", ("davit",), {ONE_AXIS}),
         ("timm", ("xcit", "edgenext"), {ONE_AXIS, FACTORS}),
         ("timm", ("botnet", "lambda_resnet"), {RELATIVE}),
-        ("timm", ("sam",), {RELATIVE, ALONG}),
+        ("timm", ("sam",), {PLACES}),
         ("timm", ("tnt",), {TIED, PLACES}),
         ("timm", ("vit, norms of queries and keys",), {NORMED}),
     )

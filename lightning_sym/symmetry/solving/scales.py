@@ -14,6 +14,7 @@ from lightning_sym.symmetry.tracing.equations import idle_together, solve
 from lightning_sym.symmetry.tracing.numbering import flat
 
 _ROUNDING = 1e-9  # of exponents
+_FEW = 8  # generators of a unit that are compared
 
 
 class Forms(NamedTuple):
@@ -196,7 +197,7 @@ def _parted_from_others(forms: sparse.csr_matrix, tables: Sequence[Ints]) -> spa
 
     A scale that only multiplies weights then divides no others, so that a gauge can normalise these weights.
     """
-    several = [table for table in tables if table.shape[1] > 1]
+    several = [table for table in tables if 1 < table.shape[1] <= _FEW]
     if not several:
         return forms
     by_generator = forms.tocsc()
