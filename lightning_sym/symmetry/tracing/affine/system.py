@@ -24,6 +24,8 @@ from lightning_sym.symmetry.tracing.affine.values import (
 from lightning_sym.symmetry.tracing.affine.weights import Made, Weights, kept
 from lightning_sym.symmetry.tracing.capture import Capture
 
+_MOST = 2**20  # maximal entries of a value that are told apart
+
 
 @dataclass
 class Rows:
@@ -144,11 +146,10 @@ class System:
             how: What else decides which sums these are.
         """
         root, moves, _ = value.root
-        at = places(root.shape) + 1  # 0 is padding
 
         def arranged(moves: Sequence[tuple[Any, int]], shape: Shape, axes: Sequence[int]) -> Tensor:
             """Return which entry of the root each entry of a value is."""
-            moved = at
+            moved = places(root.shape) + 1  # 0 is padding
             for move, index in moves:
                 made = move(moved)
                 moved = made[index] if isinstance(made, list) else made
@@ -158,7 +159,8 @@ class System:
         known = self._readings.setdefault(id(root), (root, []))[1]  # the root is kept, so that no other gets its id
         for reading, at_order, way, source in known:
             same = way == how and torch.equal(at_order, order)
-            if same and (reading == own or torch.equal(arranged(*reading), arranged(*own))):
+            told = same and math.prod(root.shape) <= _MOST
+            if same and (reading == own or (told and torch.equal(arranged(*reading), arranged(*own)))):
                 return source
         known.append((own, order, how, self.source()))
         return self.sources
