@@ -154,6 +154,21 @@ PLUS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda h: (h - h.roll(1, 1) + 1e-6).norm(dim=-1, keepdim=True),
     "by hand": lambda h: (1e-6 + (h - h.roll(1, 1))).square().sum(-1, keepdim=True).sqrt(),
 }
+# Two layers read one value, and of what they add up to only the sum counts; one counts half, or times gains.
+HALF: dict[str, Callable[..., Tensor]] = {
+    "number": lambda s, x: s.a(x) + 0.5 * s.f(x),
+    "alpha": lambda s, x: torch.add(s.a(x), s.f(x), alpha=0.5),
+    "quotient": lambda s, x: (2 * s.a(x) + s.f(x)) / 2,
+    "minus": lambda s, x: s.f(x) * 0.5 - -s.a(x),
+    "half the input": lambda s, x: s.a(x) + (x / 2) @ s.f.weight.T + 0.5 * s.f.bias,
+    "convolution": lambda s, x: s.a(x) + 0.5 * F.conv1d(x.mT, s.f.weight[..., None], s.f.bias).mT,
+    "in rows": lambda s, x: s.a(x) + 0.5 * s.f(x.flatten(0, 1)).unflatten(0, (-1, 3)),
+}
+GAINED: dict[str, Callable[..., Tensor]] = {
+    "product": lambda s, x: s.a(x) + s.g * s.f(x),
+    "addcmul": lambda s, x: torch.addcmul(s.a(x), s.g, s.f(x)),
+    "minus": lambda s, x: s.a(x) - s.f(x) * -s.g,
+}
 
 TABLES: dict[str, Function] = {
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
@@ -195,6 +210,10 @@ TABLES: dict[str, Function] = {
         samples=40),
     "distances plus a number": Function({"a": of(L, 7, 6), "o": of(L, 1, 9)}, steps(7), 16,
         each(PLUS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
+    "half of a layer added": Function({"a": of(L, 5, 6), "f": of(L, 5, 6), "o": of(L, 6, 3)}, steps(5), 36,
+        each(HALF, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
+    "a layer and gains added": Function({"a": of(L, 5, 6), "f": of(L, 5, 6), "g": parameter(6), "o": of(L, 6, 3)},
+        steps(5), 42, each(GAINED, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

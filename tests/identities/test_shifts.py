@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Program, assert_refused, of, parameter, sequential
-from orbit_laws import assert_a_group_acts, assert_values_move, drawn
+from orbit_laws import assert_a_group_acts, assert_members_have_one_form, assert_values_move, drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -224,3 +224,24 @@ def test_left_out_on_request() -> None:
     linear = trace_symmetry(network, inputs(TOKENS, 2), shifts=False)
     assert (linear.shifts, linear.dimension, linear.common_shift) == (0, symmetry.dimension - symmetry.shifts, 0)
     assert linear.shift_kinds == {}
+
+
+ADDED: dict[str, tuple[int, Callable[..., Tensor]]] = {
+    "half": (93, lambda s, h: torch.tanh(s.a(h) + 0.5 * s.f(h))),
+    "gains before a norm": (136, lambda s, h: s.n(s.a(h) + s.g * s.f(h))),
+    "three": (141, lambda s, h: torch.tanh(s.a(h) + s.g * s.f(2 * h) - h @ s.w)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
+@pytest.mark.parametrize("name", ADDED)
+def test_layers_that_read_one_translated_value_move_against_each_other(name: str) -> None:
+    torch.manual_seed(0)
+    dimension, function = ADDED[name]
+    parts = {"i": of(L, 9, 7), "m": of(N, 7), "a": of(L, 7, 6), "f": of(L, 7, 6), "w": parameter(7, 6),
+        "g": parameter(6), "n": of(N, 6), "o": of(L, 6, 8)}  # fmt: skip
+    network = Program(lambda s, x: s.o(function(s, s.m(s.i(x)))), parts).double().eval()
+    symmetry = trace_symmetry(network, torch.randn(24, 9, dtype=torch.float64))
+    assert symmetry.dimension == dimension  # the nullity of the Jacobian
+    assert_a_group_acts(symmetry, network, 1e-11)
+    assert_members_have_one_form(symmetry, network, 1e-11)

@@ -43,7 +43,7 @@ FURTHER = {"shared: layer_norm_of_two_layers": "weights", "shared: layer_norm_us
     "bag of embeddings: counts": "lengths, of which the sum is divided by three"}  # fmt: skip
 # What notes say of weights that are freer than the group: then the dimension is not the nullity.
 FREER = ("incoming or outgoing numbers", "nothing reads", "biases could absorb", "reads units more than once",
-    "of which only the sum counts", "share its running mean", "scales could undo", "no scale in common",
+    "share its running mean", "scales could undo", "no scale in common",
     "by zero, whose weights", "invertible matrices also mix these")  # fmt: skip
 # Where such a note is wrong.
 ALARMS: dict[str, str] = {}

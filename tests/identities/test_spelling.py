@@ -65,6 +65,7 @@ REACHING: dict[str, Collection[str]] = {
     "gains of 1 + w": {"minus", "ones"}, "gains that a layer makes": {"diag_embed"},
     "gains that heads share": {"chunks"}, "gated": {"joined"}, "group norm": {"chunks", "image"},
     "grouped queries in arrays": {"fused_groups, by_matmul"}, "groups of an input": {"module"},
+    "half of a layer added": {"half the input", "in rows"},
     "heads in arrays": {"heads as samples"}, "kernels of width 1, added": {"cat"},
     "kernels of width 1, side by side": {"one kernel"}, "kernels side by side": {"groups"},
     "kernels that a layer makes": {"loop"}, "largest step": {"aminmax", "max", "max_pool1d"}, "layer norm": {"matrix"},

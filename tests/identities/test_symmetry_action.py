@@ -480,7 +480,8 @@ SHIFTS = {
         "batch_norm_no_statistics", "vector_in_front", "linear_conv", "upsample_linear"], 4),
     **dict.fromkeys(["embedding", "layer_norm", "layer_norm_no_eps"], 6),
     **dict.fromkeys(["group_norm_all", "instance_norm", "layer_norm_plain", "position_buffer", "position_parameter",
-        "rnn", "lerp", "maximum", "softmax_over_units", "addcmul", "inverted_residual"], 8),
+        "rnn", "maximum", "softmax_over_units", "addcmul", "inverted_residual"], 8),
+    "lerp": 48,
     **dict.fromkeys(["layer_norm_linear", "gru", "causal_attention", "masked_attention"], 16),
     **dict.fromkeys(["lstm", "self_attention", "attention_with_weights", "attention_with_weights_per_head"], 32),
 }  # fmt: skip
@@ -504,7 +505,6 @@ NOTES = {
     "minimum_with_constant": "biases could absorb",
     "cat_with_itself": "reads units more than once",
     "repeat": "reads units more than once",
-    "lerp": "adds layers that read one value",
 }
 # Matrices of units that nothing reads, whose weights are all free: these are among the shifts.
 TWICE = {"index_some": 16}

@@ -97,9 +97,9 @@ class _Carrier:
         result = torch.zeros(self.space.size, dtype=torch.float64)
         if bool(element[: self.space.entries].any()):
             result[: self.space.entries] = self._first(element)
-        for part in self.parts.writers:
-            if bool(element[part.places].any()):
-                result[part.places] = self._writers(part, element)
+        for coupled in self.parts.coupled:
+            if bool(element[coupled[0].places].any()):
+                result[coupled[0].places] = self._writers(coupled, element)
         return result / torch.from_numpy(self.there.multiples)
 
     def _first(self, element: Tensor) -> Tensor:
@@ -142,30 +142,36 @@ class _Carrier:
             moved = moved.narrow(axis, 0, thin[axis])
         return moved.permute(*others, *axes).flatten(len(others)).flatten(0, -2)
 
-    def _writers(self, part: Writers, element: Tensor) -> Tensor:
-        multiples = torch.from_numpy(self.here.of_writers(element, part).reshape(-1, *part.shape))
-        rows, solve = _solver(self.there, part, self.there.patterns(part))
-        if self.action.splits(part.name, part.axes):  # no axis alone says what moves
-            made = (self.here.spread_patterns(part) * multiples).sum(0)
-            moved = self._on_all_axes(part.name, part.axes, made, part.at.shape)
-            return torch.from_numpy(solve(moved.numpy()[rows])).reshape(-1)
-        multiples = self.action.on_thin(part.name, multiples, part.axes, 1)
-        count = len(part.columns)
-        moved = self.action.on_thin(part.name, self.here.spread_patterns(part), part.kept(), 1).reshape(count, -1)
+    def _writers(self, coupled: Sequence[Writers], element: Tensor) -> Tensor:
+        first, count = coupled[0], len(coupled[0].columns)
+        multiples = torch.from_numpy(self.here.of_writers(element, first))
+        rows, solve = _solver(self.there, coupled)
+        if any(self.action.splits(part.name, part.axes) for part in coupled):  # no axis alone says what moves
+            images = []
+            for part in coupled:
+                made = (self.here.spread_patterns(part) * multiples.reshape(-1, *part.shape)).sum(0)
+                images.append(self._on_all_axes(part.name, part.axes, made, part.at.shape))
+            return torch.from_numpy(solve(torch.cat(images).numpy()[rows])).reshape(-1)
+        multiples = self.action.on_thin(first.name, multiples.reshape(-1, *first.shape), first.axes, 1)
+        moved = torch.cat([
+            self.action.on_thin(part.name, self.here.spread_patterns(part), part.kept(), 1).reshape(count, -1)
+            for part in coupled
+        ], 1)  # fmt: skip
         factors = solve(moved[:, torch.from_numpy(rows)].numpy().T.copy())
         made = sparse.csr_matrix(factors) @ multiples.reshape(count, -1).numpy()
         return torch.from_numpy(np.ascontiguousarray(made)).reshape(-1)
 
 
-def _solver(located: Located, part: Writers, patterns: sparse.csr_matrix) -> tuple[Ints, Any]:
+def _solver(located: Located, coupled: Sequence[Writers]) -> tuple[Ints, Any]:
     """Return rows of patterns that determine their multiples, and the function that solves for these; kept."""
     known = located.__dict__.setdefault("_solvers", {})
-    if part.begin not in known:
+    if coupled[0].begin not in known:
         from scipy.sparse.linalg import splu  # slow to import
 
+        patterns = sparse.vstack([located.patterns(part) for part in coupled]).tocsr()
         rows = pivots(patterns)
-        known[part.begin] = rows, splu(patterns[rows].tocsc()).solve
-    found: tuple[Ints, Any] = known[part.begin]
+        known[coupled[0].begin] = rows, splu(patterns[rows].tocsc()).solve
+    found: tuple[Ints, Any] = known[coupled[0].begin]
     return found
 
 
@@ -244,7 +250,7 @@ def folded(structure: Structure) -> Translations:
         one, two = (_in_multiples(own.tensors, found, table) for own, table in zip(located, tables, strict=True))
         changing = steady & (np.asarray(abs(one - two).max(1).todense()).ravel() > _NOTHING)
         steady &= ~changing
-    for writer in space.parts.writers:
+    for writer, *_ in space.parts.coupled:
         entries = np.arange(writer.places.start, writer.places.stop).reshape(-1, *writer.shape)
         indices = np.indices(entries.shape).reshape(entries.ndim, -1)
         for axis in writer.axes:
@@ -414,22 +420,25 @@ class _Nearest:
     def found(self) -> Tensor:
         """Return the shift."""
         element = torch.zeros(self.space.size, dtype=torch.float64)
-        for part in self.parts.writers:
-            if part.name in self.names and self.used[part.places].any():
-                element[part.places] = self._of_writers(part)
+        for coupled in self.parts.coupled:
+            some = [part for part in coupled if part.name in self.names and self.used[part.places].any()]
+            if some:
+                element[some[0].places] = self._of_writers(some)
         if not bool(element.isfinite().all()):
             return torch.zeros_like(element)
         self._rest(element)
         return element
 
-    def _of_writers(self, part: Writers) -> Tensor:
-        """Return the multiples of changes of a weight that cancel most of it."""
-        patterns = self.located.patterns(part)[part.spread]
-        flat = self._apart(part.name).permute([*part.kept(), *part.axes]).reshape(-1, part.size).numpy()
+    def _of_writers(self, coupled: Sequence[Writers]) -> Tensor:
+        """Return the multiples of changes of weights that cancel most of these."""
+        patterns = sparse.vstack([self.located.patterns(part)[part.spread] for part in coupled]).tocsr()
+        given = np.concatenate([
+            self._apart(part.name).permute([*part.kept(), *part.axes]).reshape(-1, part.size).numpy()
+            for part in coupled
+        ])  # fmt: skip
         scale = scales(patterns)
-        scaled, given = sparse.diags(scale) @ patterns, scale[:, None] * flat
-        step = _least(scaled.tocsr(), given)
-        multiples = self.located.multiples[part.places]
+        step = _least((sparse.diags(scale) @ patterns).tocsr(), scale[:, None] * given)
+        multiples = self.located.multiples[coupled[0].places]
         return torch.from_numpy(np.divide(-step.ravel(), multiples, out=np.zeros_like(multiples), where=multiples != 0))
 
     def _rest(self, element: Tensor) -> None:

@@ -4,8 +4,7 @@ See docs/theory/intertwiners.md, 2.2.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,17 +104,6 @@ def _adds(node: fx.Node) -> bool:
     return multiple or name_of(node) in operations(Trait.JOIN) | {"neg"}
 
 
-def _layers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the input and the weight of each layer in a linear combination of layers."""
-    name = name_of(node)
-    if name in operations(Trait.CONTRACT) - {"matmul", "bmm", "einsum"} and isinstance(node.args[1], fx.Node):
-        given, weight = node.args[:2] if name != "embedding" else reversed(node.args[:2])
-        yield given, weight  # type: ignore[misc]
-    elif _adds(node):
-        for part in node.all_input_nodes:
-            yield from _layers(part)
-
-
 def _binary(product: bool, divide: bool = False) -> Rule:
     def rule(trace: Trace, one: Any, two: Any, *args: Any, **kwargs: Any) -> Value:
         if kwargs.get("rounding_mode"):
@@ -125,10 +113,6 @@ def _binary(product: bool, divide: bool = False) -> Rule:
                 return filled(0.0, trace.output_shape())
             if product and not divide and one is two:
                 return _squared(trace, one)
-            if not product and not any(map(_adds, trace.node.users)):
-                read = Counter(given for given, _ in {*_layers(trace.node)})
-                if max(read.values(), default=1) > 1:
-                    trace.note("adds layers that read one value, of which only the sum counts")
             gain = trace.gain_in(two) or (None if divide else trace.gain_in(one)) if product else None
             return trace.join(one, two, product=product, divide=divide, gain=gain)
         value = one if isinstance(one, Value) else two

@@ -125,6 +125,7 @@ class Algebra:
         probe = moved(torch.zeros((1,) * value.rank, dtype=torch.int64)) if move.kind != "other" else None
         count = len(probe) if probe is not None else len(moved(places(value.shape)))
         shapes = self._shapes(move, value.shape)
+        root, moves, factor = value.root
         return [
             Value(
                 shapes[index],
@@ -137,6 +138,7 @@ class Algebra:
                 else (value.origin[0], tuple(own[index] for own in origins)),
                 value.learned,
                 tuple(own[index] for own in translations[1:]),
+                base=(root, (*moves, (move, index)), factor) if value.varies else None,
             )
             for index in range(count)
         ]  # fmt: skip
@@ -266,6 +268,7 @@ class Algebra:
         return Value(
             value.shape, value.varies, None if value.varies else node, found[0] if found else None, drifts,
             relation if factor else None, learned=value.learned, more=tuple(found[1:]),
+            base=(*value.root[:2], value.root[2] * factor) if value.varies else None,
         )  # fmt: skip
 
     def _factor(self, factor: float) -> Coefficient:

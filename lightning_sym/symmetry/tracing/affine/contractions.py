@@ -80,8 +80,9 @@ class Contractions(Algebra):
         return result
 
     def convolve(
-        self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0
-    ) -> Value:
+        self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0,
+        how: Any = None,
+    ) -> Value:  # fmt: skip
         """Convolve a value with a kernel.
 
         Args:
@@ -91,6 +92,7 @@ class Contractions(Algebra):
             groups: The number of groups of channels.
             padded: Whether only a part of the kernel applies at the border.
             out: The kernel's axis of the outputs.
+            how: What else decides which places the kernel reads.
         """
         result = Value(shape, True, learned=True)
         self.follow_lengths(value.shape[2:], shape[2:])
@@ -98,6 +100,7 @@ class Contractions(Algebra):
         kernel = space.upper()
         by = Sum("ay" + kernel, ("zy" if out == 0 else "yz") + kernel, "az" + space)
         value = told(value, [1])
+        reading = self._reading(value, weights, by, (weights.shape, how))
         self.unknowns.vanish(self.numbers(weights))
         for drift in [*value.drifts.values(), *weights.drifts.values()]:
             self.unknowns.vanish(drift.numbers)
@@ -105,7 +108,7 @@ class Contractions(Algebra):
             if padded or varying(numbers) - {1}:
                 self.unknowns.vanish(numbers)
             else:
-                result.translation = self._through_kernel(numbers, weights, by, groups, value.shape[1])
+                result.translation = self._through_kernel(value, numbers, weights, by, groups, reading)
         if weights.origin is None or weights.origin[0] not in self.system.weights:
             return result
         name, split = weights.origin[0], self._split(weights, by)
@@ -113,36 +116,35 @@ class Contractions(Algebra):
         if groups > 1 or split is None:
             self.system.fixed.add(name)
             return result
-        family = self.system.family(name, split[0])
+        self.system.family(name, split[0])
         windows = windows_of(value, weights) if not padded and out == 0 else None
         rows = None if windows is None else self._rows(windows, weights, by, split[0])
         self.system.read.add(name)
         if windows is not None and rows is not None:
-            self._multiples_of_rows(result, windows, weights, by, rows)
+            self._multiples_of_rows(result, windows, weights, by, rows, reading)
         for axes, other in self.system.families[name].items():
             for own in other.rows.values():
                 if own is not rows:
                     self.unknowns.vanish(own.numbers)
             if axes != split[0]:
                 self.unknowns.vanish(other.directions)
-        directions = self.unknowns.living(self._placed(family.directions, weights, by))
-        if directions is not None:
+        if (directions := self._unseen(value, weights, by)) is not None:
             whole = [1 if letter == "z" else size for letter, size in zip(by.out, shape, strict=True)]
-            result.drifts[self.system.source()] = Drift(places(whole), directions[None])
+            result.drifts[reading] = Drift(places(whole), directions[None])
         return result
 
-    def _through_kernel(self, numbers: Tensor, weights: Value, by: Sum, groups: int, channels: int) -> Tensor:
+    def _through_kernel(
+        self, value: Value, numbers: Tensor, weights: Value, by: Sum, groups: int, reading: int
+    ) -> Tensor:
         """Propagate a translation that is constant over places through a kernel."""
-        outputs = weights.shape[0]
+        outputs, channels = weights.shape[0], value.shape[1]
         key = ("kernel", self._weight_key(weights), groups, tuple(numbers.shape), numbers.numpy().tobytes())
 
         evaluate = ByKernel(self._node(weights), weights.shape, groups, channels, numbers.ndim)
-        unseen = None
-        if groups == 1 and (family := self._family(weights, by)) is not None:
-            unseen = self._placed(family.directions, weights, by)
+        unseen = self._unseen(value, weights, by) if groups == 1 else None
         shape = (1, outputs, *[1] * (numbers.ndim - 2))
         blocks = places(shape).reshape(1, -1), places(numbers.shape).reshape(1, -1)
-        return self.system.derive(key, shape, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        return self.system.derive(key, shape, reading, source=numbers, evaluate=evaluate, blocks=blocks, unseen=unseen)
 
     # Changes of one factor.
 
@@ -156,9 +158,9 @@ class Contractions(Algebra):
         if not weights.learned and size_of_products(numbers, weights, by) <= _MOST:
             self._include(result, self._linear_form(numbers[None], weights, by))
             return
-        self._include(result, self._derived(numbers, weights, by))
+        self._include(result, self._derived(value, numbers, weights, by))
 
-    def _derived(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor:
+    def _derived(self, value: Value, numbers: Tensor, weights: Value, by: Sum) -> Tensor:
         """Return derived unknowns for a contraction with weights; places with equal unknowns share them."""
         free = [letter for letter in by.out if letter not in by.two]
         given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
@@ -183,11 +185,10 @@ class Contractions(Algebra):
         )
         equation = f"...{by_place.one},{by_place.two}->...{by_place.out}"
         evaluate = ByProduct(self._node(weights), weights.shape, equation, whole)
-        unseen = None
-        if weights.origin is not None and (family := self._family(weights, by_place)) is not None:
-            unseen = self._placed(family.directions, weights, by_place)
+        unseen = self._unseen(value, weights, by_place)
+        reading = None if unseen is None or not value.varies else self._reading(value, weights, by)
         blocks = places(shape).reshape(len(source), -1), places(source.shape).reshape(len(source), -1)
-        found = self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        found = self.system.derive(key, shape, reading, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen)
         found = torch.cat([found, torch.zeros_like(found[:1])])[place[like]]
         found = found.reshape([*moved.shape[: len(free)], *shape[1:]])
         return found.permute([(free + made).index(letter) for letter in by.out])
@@ -481,15 +482,15 @@ class Contractions(Algebra):
         family = self.system.family(name, summed)
         rows = self._rows(value, weights, by, summed)
         self.system.read.add(name)
-        numbers = self.unknowns.living(self._placed(family.directions, weights, by))
-        if numbers is not None:
+        reading = self._reading(value, weights, by)
+        if (numbers := self._unseen(value, weights, by)) is not None:
             shape = [size if letter in by.one else 1 for letter, size in zip(by.out, result.shape, strict=True)]
-            result.drifts[self.system.source()] = Drift(places(shape), numbers[None])
+            result.drifts[reading] = Drift(places(shape), numbers[None])
         for own in family.rows.values():
             if own is not rows:
                 self.unknowns.vanish(own.numbers)
         if rows is not None:
-            self._multiples_of_rows(result, value, weights, by, rows)
+            self._multiples_of_rows(result, value, weights, by, rows, reading)
         for axes, other in self.system.families[name].items():
             if axes != summed:
                 told = rows is not None and sorted(axes) < sorted(summed)
@@ -520,6 +521,21 @@ class Contractions(Algebra):
         self.unknowns.vanish(family.rows[key].numbers[relation.total.open[: int(segments.max()) + 1]])
         return family.rows[key]
 
+    def _reading(self, value: Value, weights: Value, by: Sum, how: Any = None) -> int:
+        """Return the source of sums of a value; changes of weights that read it alike may cancel each other."""
+        split = None if weights.origin is None else self._split(weights, by)
+        if split is None or (order := self._order(weights, by, split[0])) is None:
+            return self.system.source()
+        gone = [by.one.index(letter) for letter in by.gone] if how is None else []
+        kept = [by.one.index(letter) for letter in by.out if letter in by.one] if how is None else range(value.rank)
+        return self.system.reading(value, gone, kept, order, how)
+
+    def _unseen(self, value: Value, weights: Value, by: Sum) -> Tensor | None:
+        """Return the direction of the output that a change of a weight adds times sums of a value's root; thin."""
+        if (family := self._family(weights, by)) is None:
+            return None
+        return self.unknowns.combined([(self._placed(family.directions, weights, by), Coefficient(value.root[2]))])
+
     def _order(self, weights: Value, by: Sum, summed: frozenset[int]) -> Tensor | None:
         """Return the index among the summed places for each place on the weight's own axes; None if some are absent."""
         assert weights.origin is not None
@@ -538,7 +554,9 @@ class Contractions(Algebra):
         whole = torch.equal(at.reshape(-1)[order], torch.arange(size))
         return order if whole else None
 
-    def _multiples_of_rows(self, result: Value, value: Value, weights: Value, by: Sum, rows: Rows) -> None:
+    def _multiples_of_rows(
+        self, result: Value, value: Value, weights: Value, by: Sum, rows: Rows, reading: int
+    ) -> None:
         """Add the effect of row changes: multiples of the relation's total."""
         assert value.relation is not None
         total = value.relation.total
@@ -548,17 +566,18 @@ class Contractions(Algebra):
         if self._times_numbers(result, numbers, total):
             return
         key = ("rows", total.key(), tuple(numbers.shape), numbers.numpy().tobytes())
-        family = self._family(weights, by)
-        unseen = None if family is None else self._placed(family.directions, weights, by)
-        self._include(result, self._by_entry(key, numbers, total, unseen))
+        unseen = self._unseen(value, weights, by)
+        self._include(result, self._by_entry(key, numbers, total, unseen, reading))
 
-    def _by_entry(self, key: Any, source: Tensor, total: Total, unseen: Tensor | None = None) -> Tensor:
+    def _by_entry(
+        self, key: Any, source: Tensor, total: Total, unseen: Tensor | None = None, reading: int | None = None
+    ) -> Tensor:
         """Return derived unknowns with one source entry per segment each."""
         shape, count = source.shape[1:], len(source)
         blocks = places(shape).reshape(-1, 1), places(source.shape).reshape(count, -1).T
         evaluate = ByTotal(total, source.ndim)
         return self.system.derive(
-            key, shape, source=source, evaluate=evaluate, blocks=blocks, total=total, unseen=unseen
+            key, shape, reading, source=source, evaluate=evaluate, blocks=blocks, total=total, unseen=unseen
         )
 
     def _read_across(

@@ -192,7 +192,7 @@ def told(value: Value, axes: Sequence[int]) -> Value:
         return value
     segments = known.reshape(-1).long().cumsum(0).reshape(known.shape) * known
     total = Total(1 + int(known.sum()), (math.nan, *held[known].tolist()))
-    return value.with_(relation=Relation(frozenset(axes), segments, ONE, total))
+    return value.with_(relation=Relation(frozenset(axes), segments, ONE, total), base=value.root)
 
 
 def windows_of(value: Value, weights: Value) -> Value | None:

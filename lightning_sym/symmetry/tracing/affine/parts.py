@@ -3,6 +3,7 @@
 See docs/theory/translations.md.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,11 +53,13 @@ class Readers(NamedTuple):
 class Writers(NamedTuple):
     """Changes of a weight's outputs, with an independent multiple for each place on other axes.
 
+    Weights whose outputs are added after they read one value share changes and their multiples.
+
     Attributes:
         name: The weight.
         axes: The other axes, rising.
         at: The wanted unknown that gives the change of each output. Thin: size 1 along these axes.
-        columns: The free unknowns, one for each such change.
+        columns: The free unknowns, one for each change of this weight or of those that it shares changes with.
         begin: Where the multiples begin in an element; those of each change together.
         shape: Shape of the multiples of one change: thin, with the sizes of these axes.
         whole: The weight's shape.
@@ -183,6 +186,11 @@ class Parts:
     def placed(self) -> list[Free | Readers]:
         """The places with direct additions of unknowns."""
         return [*self.free, *self.readers]
+
+    @property
+    def coupled(self) -> list[list[Writers]]:
+        """The writers, together with those that share their changes."""
+        return [[*own] for _, own in itertools.groupby(self.writers, lambda own: own.begin)]
 
     @property
     def everywhere(self) -> list[Free | Readers | Writers]:

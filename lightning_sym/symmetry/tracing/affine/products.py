@@ -24,10 +24,12 @@ class Products(Contractions):
     Attributes:
         values: The value of each node.
         constants: The constants of the graph.
+        hot: One-hot vectors, with their indices.
     """
 
     values: dict[fx.Node, Any]
     constants: Constants
+    hot: dict[Any, tuple[Value, Value]]
 
     def _value(self, given: Any) -> Value | None:
         """Return the value of an argument; None for a number."""
@@ -54,6 +56,7 @@ class Products(Contractions):
     def _by_indicators(self, index: Value, table: Value, equation: str, node: fx.Node, axis: int = 0) -> Value:
         hot = Value((*index.shape, table.shape[axis]), True)
         hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
+        _, hot = self.hot.setdefault((id(index), hot.shape), (index, hot))
         return self.contract(hot, table, equation, node)
 
     # Sums and products.
@@ -209,7 +212,7 @@ class Products(Contractions):
         else:
             shape = tuple(node.meta["val"].shape)
             result = self.convolve(x, w, shape, groups=int(groups), padded=padded or transposed,
-                                   out=1 if transposed else 0)  # type: ignore[call-overload]  # fmt: skip
+                                   out=1 if transposed else 0, how=(name, str(numbers)))  # type: ignore[call-overload]  # fmt: skip
         return self._with_bias(result, argument(node, 2, "bias"), node, count)
 
 

@@ -23,6 +23,7 @@ from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 from lightning_sym.symmetry.views import FixedTensors
 
 _TINY, _LIMIT = 1e-60, 1e-6  # near zero; and how close two limits are, relative to their size
+_DEEPEST = 16  # of the equations between gains
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
 
 
@@ -198,10 +199,23 @@ def reached(steps: Sequence[Step], forms: sparse.csr_matrix, wanted: Ints) -> tu
 
 
 def scales(matrix: sparse.csr_matrix) -> Floats:
-    """Return for each row of a matrix one over its entry, if it has a single one; else 1."""
-    found = np.ones(matrix.shape[0])
-    rows = np.flatnonzero(np.diff(matrix.indptr) == 1)
-    found[rows] = 1 / matrix.data[matrix.indptr[rows]]
+    """Return factors of a matrix's rows that, with factors of its columns, turn all entries into 1 or -1.
+
+    Rows that have none keep their size. Entries are products of gains: factors count additions in multiples of these.
+    """
+    found, entries = np.ones(matrix.shape[0]), matrix.tocoo()
+    row, column, logs = entries.row, entries.col, np.log(np.abs(entries.data))
+    graph = sparse.csr_matrix((np.ones(len(row)), (row, len(found) + column)), [sum(matrix.shape)] * 2)
+    _, label = sparse.csgraph.connected_components(graph, False)
+    of_rows, of_columns = np.full(matrix.shape[0], np.nan), np.full(matrix.shape[1], np.nan)
+    of_columns[np.unique(label[len(found) :], return_index=True)[1]] = 0
+    for _ in range(_DEEPEST):
+        for one, two, at, there in ((of_rows, of_columns, row, column), (of_columns, of_rows, column, row)):
+            new = np.isnan(one[at]) & ~np.isnan(two[there])
+            one[at[new]] = -logs[new] - two[there[new]]
+    uneven = np.abs(logs + of_rows[row] + of_columns[column])
+    told = ~np.isin(label[: len(found)], label[row[~(uneven < _LIMIT)]]) & ~np.isnan(of_rows)
+    found[told] = np.exp(of_rows[told])
     return found
 
 
@@ -303,32 +317,34 @@ class Located:
     def patterns(self, part: Writers) -> sparse.csr_matrix:
         """Return changes of a weight's outputs. Shape (outputs, changes)."""
         found = self._shared._parts_of_patterns
-        if part.begin not in found:
+        key = part.name, part.axes
+        if key not in found:
             first = self.parts.writers[0].columns[0]
-            found[part.begin] = self._patterns[part.at.ravel()][:, part.columns - first]
-        return found[part.begin]
+            found[key] = self._patterns[part.at.ravel()][:, part.columns - first]
+        return found[key]
 
     def spread_patterns(self, part: Writers) -> Tensor:
         """Return the changes of a weight's outputs, thin. Shape (changes, *thin)."""
         found = self._shared._spread_patterns
-        if part.begin not in found:
+        key = part.name, part.axes
+        if key not in found:
             whole = self.patterns(part).toarray().T.reshape(len(part.columns), *part.at.shape)
-            found[part.begin] = torch.from_numpy(np.ascontiguousarray(whole))
-        return found[part.begin]
+            found[key] = torch.from_numpy(np.ascontiguousarray(whole))
+        return found[key]
 
     @cached_property
-    def _spread_patterns(self) -> dict[int, Tensor]:
+    def _spread_patterns(self) -> dict[Any, Tensor]:
         return {}
 
     @cached_property
-    def _parts_of_patterns(self) -> dict[int, sparse.csr_matrix]:
+    def _parts_of_patterns(self) -> dict[Any, sparse.csr_matrix]:
         return {}
 
     @cached_property
     def _patterns(self) -> sparse.csr_matrix:
         if self._shared is not self:
             return self._shared._patterns
-        columns = [part.columns for part in self.parts.writers]
+        columns = [own[0].columns for own in self.parts.coupled]
         return self.forms.matrix(np.concatenate([np.zeros(0, np.int64), *columns]))
 
     def values(self, element: Tensor) -> Floats:
@@ -529,7 +545,7 @@ class Located:
                 axes = [axis for axis in writers.kept() if writers.at.shape[axis] == 1]
                 own = flat[writers.name].sum(axes, keepdim=True) if axes else flat[writers.name]
                 own = own.permute([*writers.kept(), *writers.axes]).reshape(-1, writers.size)
-                result[writers.places] = (self.patterns(writers).T @ own.numpy()).ravel()
+                result[writers.places] += (self.patterns(writers).T @ own.numpy()).ravel()
         return result * self.multiples
 
     def _along_rows(self, rows: Readers, slopes: Tensor) -> Tensor:

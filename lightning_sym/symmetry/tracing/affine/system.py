@@ -1,7 +1,7 @@
 """State that the interpreters of several captures share: unknowns, weights and their families of changes."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,12 @@ from lightning_sym.symmetry.tracing.affine.values import (
     Total,
     Unknowns,
     Value,
+    places,
 )
 from lightning_sym.symmetry.tracing.affine.weights import Made, Weights, kept
 from lightning_sym.symmetry.tracing.capture import Capture
+
+_MOST = 2**20  # maximal entries of a value that are told apart
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Derived:
         unseen: The direction of the weight's output for each of them, thin, if the weight has directions.
         total: For rows, the total of the relation.
         alike: Blocks that equations identify with another block, as their sources are equal.
+        readings: The sources of the sums that changes of the weight add beside them; see :meth:`System.reading`.
     """
 
     numbers: Tensor
@@ -76,6 +80,7 @@ class Derived:
     unseen: Tensor | None = None
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
+    readings: set[int | None] = field(default_factory=set)
 
 
 class System:
@@ -109,7 +114,8 @@ class System:
         self.sources = 0
         self.notes: list[str] = []
         self.blind: dict[str, None] = {}  # notes: on users' rules that say too little, and on products of norms
-        self._derived: dict[Any, Tensor] = {}
+        self._readings: dict[int, tuple[Value, list[tuple[Any, Tensor, Any, int]]]] = {}
+        self._derived: dict[Any, Derived] = {}
         self._signatures: dict[fx.Node, str] = {}
         self._interned: dict[Any, str] = {}
         self._kept: dict[fx.Node, Made] = {}
@@ -127,6 +133,36 @@ class System:
     def source(self) -> int:
         """Return an index for a new source of drift."""
         self.sources += 1
+        return self.sources
+
+    def reading(self, value: Value, gone: Sequence[int], kept: Sequence[int], order: Tensor, how: Any) -> int:
+        """Return the source of the sums of a value times any numbers; equal sums share it.
+
+        Args:
+            value: The value.
+            gone: The axes that are summed.
+            kept: The others, in the order of the result.
+            order: Where each number belongs on the summed axes.
+            how: What else decides which sums these are.
+        """
+        root, moves, _ = value.root
+
+        def arranged(moves: Sequence[tuple[Any, int]], shape: Shape, axes: Sequence[int]) -> Tensor:
+            """Return which entry of the root each entry of a value is."""
+            moved = places(root.shape) + 1  # 0 is padding
+            for move, index in moves:
+                made = move(moved)
+                moved = made[index] if isinstance(made, list) else made
+            return moved.expand(shape).permute(*axes).reshape(-1)
+
+        own = moves, value.shape, (*gone, *kept)
+        known = self._readings.setdefault(id(root), (root, []))[1]  # the root is kept, so that no other gets its id
+        for reading, at_order, way, source in known:
+            same = way == how and torch.equal(at_order, order)
+            told = same and math.prod(root.shape) <= _MOST
+            if same and (reading == own or (told and torch.equal(arranged(*reading), arranged(*own)))):
+                return source
+        known.append((own, order, how, self.source()))
         return self.sources
 
     def length(self, size: int, power: int = 1) -> Coefficient:
@@ -173,13 +209,13 @@ class System:
         count = int(segments.max()) + 1
         return Rows(self.unknowns.fresh((count, *shape), ROWS), coefficient, segments)
 
-    def derive(self, key: Any, shape: Iterable[int], **definition: Any) -> Tensor:
+    def derive(self, key: Any, shape: Iterable[int], reading: int | None = None, **definition: Any) -> Tensor:
         """Return derived unknowns; equal definitions share them."""
         if key not in self._derived:
-            numbers = self.unknowns.fresh(tuple(shape), 0)
-            self._derived[key] = numbers
-            self.derived.append(Derived(numbers, twin=key[:-1], **definition))
-        return self._derived[key]
+            self._derived[key] = Derived(self.unknowns.fresh(tuple(shape), 0), twin=key[:-1], **definition)
+            self.derived.append(self._derived[key])
+        self._derived[key].readings.add(reading)
+        return self._derived[key].numbers
 
     def signature(self, node: fx.Node) -> str:
         """Return a key of a node's computation from weights and constants, common to all captures."""

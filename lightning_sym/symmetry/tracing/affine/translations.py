@@ -3,8 +3,9 @@
 See docs/theory/translations.md.
 """
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.system import Derived, System, states_of
 from lightning_sym.symmetry.tracing.affine.values import Value
-from lightning_sym.symmetry.tracing.affine.weights import Weights, names_of_total
+from lightning_sym.symmetry.tracing.affine.weights import Beside, Weights, names_of_total
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.numbering import sum_by
 
@@ -142,14 +143,22 @@ class _Compiler:
             used = used[shifts[used] | np.isin(free[used], solution.directions)]
             if len(used):
                 patterns[key] = used
-        for used in patterns.values():
+        self.group = group = np.full(len(free), -1)  # of weights that share changes
+        for number, used in enumerate(patterns.values()):
             shifts[used] = False
+            met = rising(group[used])
+            group[np.isin(group, met[met >= 0])] = number
+            group[used] = number
         self.first = np.flatnonzero(shifts)
         self.families = own
-        self.order = np.concatenate([self.first, *patterns.values(), column[solution.passing]])
+        self.coupled: dict[int, list[Any]] = {}  # families by group
+        for key, used in patterns.items():
+            self.coupled.setdefault(int(group[used[0]]), []).append(key)
+        changes = [np.flatnonzero(group == number) for number in self.coupled]
+        self.order = np.concatenate([self.first, *changes, column[solution.passing]])
         place = np.full(len(free), -1)
         place[self.order] = np.arange(len(self.order))
-        self.patterns = {key: place[used] for key, used in patterns.items()}
+        self.patterns = {number: place[used] for number, used in zip(self.coupled, changes, strict=True)}
         self.column = np.full(len(column), -1)
         self.column[free] = place  # by unknown
         self.order = free[self.order]
@@ -159,7 +168,7 @@ class _Compiler:
         system, shown = self.system, {name: self._shown(value) for name, value in self.marked.items()}
         needed = list(system.free.values())
         needed += [rows.numbers for family in self.families.values() for rows in family.rows.values()]
-        needed += [self.families[key].directions for key in self.patterns]
+        needed += [self.families[key].directions for keys in self.coupled.values() for key in keys]
         needed += [own.source for own in self.solution.order]
         needed += [own.unseen for own in self.solution.order if own.unseen is not None]
         needed += [numbers for pair in shown.values() for numbers in pair if numbers is not None]
@@ -174,13 +183,14 @@ class _Compiler:
             for rows in family.rows.values()
         ]  # fmt: skip
         begin, writers = len(self.first), []
-        for (name, axes), columns in self.patterns.items():
-            whole = system.shape(name)
-            shape = tuple(size if axis in axes else 1 for axis, size in enumerate(whole))
-            at = self._at(self.families[name, axes].directions)
-            writers.append(Writers(name, tuple(sorted(axes)), at, columns, begin, shape, whole))
-            begin += len(columns) * math.prod(shape)
-        steps = [self._step(own) for own in self.solution.order]
+        for number, columns in self.patterns.items():
+            for name, axes in self.coupled[number]:
+                whole = system.shape(name)
+                shape = tuple(size if axis in axes else 1 for axis, size in enumerate(whole))
+                at = self._at(self.families[name, axes].directions)
+                writers.append(Writers(name, tuple(sorted(axes)), at, columns, begin, shape, whole))
+            begin += len(columns) * writers[-1].size
+        steps = [self._step(own) for own in self._together()]
         constants = {
             name: system.tensors[name]
             for name in system.tensors
@@ -201,12 +211,10 @@ class _Compiler:
             constants,
             len(self.first),
             begin,
-            sum(self._in_common(*pair) for pair in self._pairs()),
+            sum(itertools.starmap(self._in_common, self._pairs())),
             [],
         )
-        parts.kinds = [*self._kinds(parts), *(
-            Kind(WRITERS, own.name, np.arange(begin)[own.places]) for own in writers
-        )]  # fmt: skip
+        parts.kinds = [*self._kinds(parts), *self._kinds_of_changes(parts)]
         return Translations(parts)
 
     def _at(self, numbers: Tensor) -> Ints:
@@ -223,6 +231,21 @@ class _Compiler:
         still = translation is None or not bool(self.living[translation].any())
         return None if still else translation, every[self.living[every]]
 
+    def _together(self) -> Iterator[Derived]:
+        """Yield derived unknowns in order; those that weights with shared changes make of the same ones together."""
+        together: dict[Any, list[Derived]] = {}
+        every: list[list[Derived]] = []
+        for own in self.solution.order:
+            used = self.solution.solved.forms[[] if own.unseen is None else own.unseen.numpy().ravel()].indices
+            keys = [(reading, own.total is None, self.group[used[0]]) for reading in own.readings if len(used)]
+            some = next((together[key] for key in keys if key in together), [])
+            if not some:
+                every.append(some)
+            some.append(own)
+            together |= dict.fromkeys(keys, some)
+        for some in every:
+            yield some[0] if len(some) == 1 else _beside(some)
+
     def _step(self, own: Derived) -> Step:
         columns = self.column[own.numbers.numpy().ravel()]
         unseen = None if own.unseen is None else self._at(own.unseen)
@@ -231,25 +254,34 @@ class _Compiler:
         names = frozenset(evaluate.names(self.system))
         return Step(self._at(own.source), columns, own.evaluate, unseen, names, total, tuple(own.numbers.shape))
 
-    def _pairs(self) -> list[tuple[Tensor, Any]]:
-        """Return unknowns added to each output of a weight, with the family of changes of these outputs."""
-        return [
-            (numbers, family)
-            for (name, axes), family in self.families.items()
-            for numbers in (
-                *(rows.numbers for rows in family.rows.values()),
-                *([self.system.free[name][None]] if self._is_partial(name, axes) else []),
-            )
-        ]
+    def _pairs(self) -> Iterator[tuple[sparse.csr_matrix, sparse.csr_matrix, int]]:
+        """Yield the forms of what is added to each output of weights that share changes, and of these changes.
 
-    def _is_partial(self, name: str, axes: frozenset[int]) -> bool:
-        return name in self.system.free and self.system.partial.get(name) == axes
+        Shapes (segments × outputs, free), (outputs, free); and the number of segments.
+        """
+        forms = self.solution.solved.forms
+        for keys in self.coupled.values():
+            families = [self.families[key] for key in keys]
+            outputs = [family.directions.reshape(-1) for family in families]
+            added: dict[Any, dict[int, tuple[Tensor, float]]] = {}
+            for at, ((name, axes), family) in enumerate(zip(keys, families, strict=True)):
+                for (by, *row), rows in family.rows.items():
+                    if bool(self.living[rows.numbers].any()):
+                        found = added.setdefault((by[1], *row), {})
+                        found[at] = rows.numbers.flatten(1), rows.coefficient.factor
+                if name in self.system.free and self.system.partial.get(name) == axes:
+                    added.setdefault(None, {})[at] = self.system.free[name].reshape(1, -1), 1.0
+            for found in added.values():
+                count = max(len(own) for own, _ in found.values())
+                zeros = [torch.zeros(count, len(own), dtype=torch.int64) for own in outputs]
+                some = [found.get(at, (own, 1.0)) for at, own in enumerate(zeros)]
+                factors = torch.cat([torch.full(own.shape, factor) for own, factor in some], 1).numpy().ravel()
+                numbers = torch.cat([own for own, _ in some], 1).numpy().ravel()
+                yield (sparse.diags(factors) @ forms[numbers]).tocsr(), forms[torch.cat(outputs).numpy()], count
 
-    def _in_common(self, numbers: Tensor, family: Any) -> int:
-        """Return the dimension of a family's directions that are among translations of each output."""
-        forms, segments = self.solution.solved.forms, len(numbers)
-        patterns = forms[family.directions.reshape(-1).numpy()]
-        own = forms[numbers.reshape(-1).numpy()]
+    @staticmethod
+    def _in_common(own: sparse.csr_matrix, patterns: sparse.csr_matrix, segments: int) -> int:
+        """Return the dimension of directions that are among translations of each output; see :meth:`_pairs`."""
         if not patterns.nnz or not own.nnz:
             return 0
         used = patterns[:, patterns.getnnz(0) > 0]
@@ -288,6 +320,18 @@ class _Compiler:
                 found.append((rank[names[0]], Kind(kind, names[0], entries)))
         return [kind for _, kind in sorted(found, key=lambda own: (own[0], own[1].entries[0]))]
 
+    def _kinds_of_changes(self, parts: Parts) -> list[Kind]:
+        """Name the entries that change weights; those of several weights that share changes with the first of these."""
+        found = []
+        for coupled in parts.coupled:
+            patterns = [self.solution.solved.forms[self.wanted[own.at.ravel()]] for own in coupled]
+            for at, own in enumerate(coupled):
+                others = [pattern for index, pattern in enumerate(patterns) if index != at]
+                rank = sparse.csgraph.structural_rank(sparse.vstack(others).tocsr()) if others else 0
+                entries = np.arange(parts.size)[own.places][: None if at == 0 else 0]
+                found.append(Kind(WRITERS if rank < len(own.columns) else OPPOSED, own.name, entries))
+        return found
+
     def _kind(self, rows: Sequence[Readers], free: Sequence[str], steps: Sequence[Step], most: int) -> str:
         """Name the kind of entries that are added at equal places, at most ``most`` times to each tensor."""
         if any(own.coefficient.items or own.segments.any() for own in rows if not own.constants):
@@ -299,3 +343,17 @@ class _Compiler:
         if len(free) > 1:
             return OPPOSED
         return WRITERS if most > 1 and not steps else LINEAR if steps else UNSEEN
+
+
+def _beside(some: Sequence[Derived]) -> Derived:
+    """Return derived unknowns as those of one step."""
+    parts = [(own, own.unseen) for own in some if own.unseen is not None]
+    rows = len(some[0].numbers) if len(parts[0][1]) == 1 else 1
+    maps = tuple((own.evaluate, tuple(own.source.shape), tuple(own.numbers.shape)) for own in some)
+    unseen = [
+        at.expand(1 if rows > 1 else len(own.numbers), *own.numbers.shape[1:]).reshape(1, -1) for own, at in parts
+    ]
+    numbers = torch.cat([own.numbers.reshape(rows, -1) for own in some], 1)
+    source = torch.cat([own.source.reshape(-1) for own in some])
+    evaluate: Any = Beside(maps, rows)
+    return replace(some[0], numbers=numbers, source=source, evaluate=evaluate, unseen=torch.cat(unseen, 1))

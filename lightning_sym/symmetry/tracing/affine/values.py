@@ -173,6 +173,7 @@ class Value:
         learned: Whether it depends on parameters.
         more: Further summands of the translation that vary along other axes; combined when needed.
         held: The numbers that entries hold for every input, NaN elsewhere; thin. None if there are none.
+        base: See `root`.
     """
 
     shape: Shape
@@ -185,6 +186,12 @@ class Value:
     learned: bool = False
     more: tuple[Tensor, ...] = ()
     held: Tensor | None = None
+    base: "tuple[Value, tuple[tuple[Any, int], ...], float] | None" = None
+
+    @property
+    def root(self) -> "tuple[Value, tuple[tuple[Any, int], ...], float]":
+        """The value that this one is a multiple of, the moves in between with the index of each result, the factor."""
+        return self.base or (self, (), 1.0)
 
     @property
     def rank(self) -> int:
@@ -198,7 +205,7 @@ class Value:
 
     def with_(self, **changes: Any) -> "Value":
         """Return a value with other attributes."""
-        return replace(self, **changes)
+        return replace(self, **{"base": None, **changes})
 
 
 def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:

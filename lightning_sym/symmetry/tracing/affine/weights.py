@@ -364,6 +364,42 @@ class ByKernel(NamedTuple):
         return program.made(self.node).names()
 
 
+class Beside(NamedTuple):
+    """Maps to derived unknowns, side by side, so that changes of several weights are taken off all of them at once.
+
+    Attributes:
+        maps: Each with the shapes of its values and of its derived unknowns.
+        rows: How many rows the results have.
+    """
+
+    maps: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...]
+    rows: int
+
+    def __call__(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return derived unknowns. Shape (..., rows, all columns)."""
+        given = torch.split(values, [math.prod(shape) for _, shape, _ in self.maps], -1)
+        front = values.shape[:-1]
+        made = [
+            own(part.reshape(*front, *shape), weights).reshape(*front, self.rows, -1)
+            for part, (own, shape, _) in zip(given, self.maps, strict=True)
+        ]
+        return torch.cat(made, -1)
+
+    def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
+        """Return the derivative by values of a shape, given that by the derived unknowns."""
+        parts = torch.split(slopes, [math.prod(made) // self.rows for *_, made in self.maps], -1)
+        front = slopes.shape[:-2]
+        found = [
+            own.pulled_back(part.reshape(*front, *made), given, weights).reshape(*front, -1)
+            for part, (own, given, made) in zip(parts, self.maps, strict=True)
+        ]
+        return torch.cat(found, -1)
+
+    def names(self, program: Program) -> set[str]:
+        """Return the names of the tensors that are needed."""
+        return set().union(*(own.names(program) for own, *_ in self.maps))
+
+
 class ByTotal(NamedTuple):
     """Multiples of the sum of a relation.
 
