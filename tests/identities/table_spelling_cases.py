@@ -138,6 +138,17 @@ PLUS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda h: (h - h.roll(1, 1) + 1e-6).norm(dim=-1, keepdim=True),
     "by hand": lambda h: (1e-6 + (h - h.roll(1, 1))).square().sum(-1, keepdim=True).sqrt(),
 }
+# A learned threshold for each unit (filter response normalisation), which moves along with the bias.
+THRESHOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "maximum": torch.maximum,
+    "max": lambda h, t: torch.max(t, h),
+    "stack": lambda h, t: torch.stack(torch.broadcast_tensors(h, t)).amax(0),
+    "where": lambda h, t: torch.where(h > t, h, t),
+    "where of a difference": lambda h, t: torch.where(h - t < 0, t, h),
+    "relu": lambda h, t: F.relu(h - t) + t,
+    "clamp": lambda h, t: h.clamp(min=t),
+    "clamp_min": lambda h, t: h.clamp_min(t),
+}
 
 TABLES: dict[str, Function] = {
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
@@ -171,6 +182,9 @@ TABLES: dict[str, Function] = {
         samples=40),
     "distances plus a number": Function({"a": of(L, 7, 6), "o": of(L, 1, 9)}, steps(7), 16,
         each(PLUS, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),
+    "thresholds": Function({"a": of(L, 7, 6), "t": lambda: nn.Parameter(torch.randn(6) / 4), "o": of(L, 6, 9)},
+        steps(7), 12,
+        each(THRESHOLDS, lambda own: lambda s, x: s.o(own(s.a(x), s.t))), samples=40),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

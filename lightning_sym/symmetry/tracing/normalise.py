@@ -140,9 +140,12 @@ def _spell(rewriter: Rewriter) -> None:
 
 
 def _clamped(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a value clamped at 0 from one side by rectifiers."""
+    """Rewrite a value clamped at 0 from one side by rectifiers, and one clamped at tensors by extrema."""
     low, high = argument(node, 1, "min"), argument(node, 2, "max")
     low, high = (None, low) if r.name(node) == "clamp_max" else (low, high)
+    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+        result = node.args[0] if low is None else r.insert(aten.maximum.default, node.args[0], low)
+        return result if high is None else r.insert(aten.minimum.default, result, high)
     if high is None and r.number(low) == 0:
         return r.insert(aten.relu.default, node.args[0])
     if high is None and (length := of_length(r, node)) is not None:
