@@ -53,7 +53,10 @@ class Contractions(Algebra):
         sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
         result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
         if one.varies and two.varies:
-            self._both(one, two)
+            if self.system.exclusive or any(
+                self._on_table(own, other, way) is None for own, other, way in ((one, two, by), (two, one, by.turned))
+            ):
+                self._both(one, two)
             self._unread(one)
             self._unread(two)
             for own, other, way in ((one, two, by), (two, one, by.turned)):
@@ -158,8 +161,15 @@ class Contractions(Algebra):
             return
         self._include(result, self._derived(numbers, weights, by))
 
-    def _derived(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor:
-        """Return derived unknowns for a contraction with weights; places with equal unknowns share them."""
+    def _derived(self, numbers: Tensor, weights: Value, by: Sum, *, halfway: bool = False) -> Tensor:
+        """Return derived unknowns for a contraction with weights; places with equal unknowns share them.
+
+        Args:
+            numbers: The unknowns; thin.
+            weights: The weights.
+            by: The contraction.
+            halfway: Whether the weights count with half of what is added to them.
+        """
         free = [letter for letter in by.out if letter not in by.two]
         given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
         moved = numbers.permute([by.one.index(letter) for letter in free + given])
@@ -174,7 +184,7 @@ class Contractions(Algebra):
         whole = (len(source), *(sizes[letter] for letter in given))
         shape = (len(source), *(sizes[letter] for letter in made))
         key = (
-            "through",
+            "halfway" if halfway else "through",
             self._weight_key(weights),
             by_place.equation,
             shape,
@@ -184,10 +194,12 @@ class Contractions(Algebra):
         equation = f"...{by_place.one},{by_place.two}->...{by_place.out}"
         evaluate = ByProduct(self._node(weights), weights.shape, equation, whole)
         unseen = None
-        if weights.origin is not None and (family := self._family(weights, by_place)) is not None:
+        if not halfway and weights.origin is not None and (family := self._family(weights, by_place)) is not None:
             unseen = self._placed(family.directions, weights, by_place)
         blocks = places(shape).reshape(len(source), -1), places(source.shape).reshape(len(source), -1)
-        found = self.system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen)
+        found = self.system.derive(
+            key, shape, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen, halfway=halfway
+        )
         found = torch.cat([found, torch.zeros_like(found[:1])])[place[like]]
         found = found.reshape([*moved.shape[: len(free)], *shape[1:]])
         return found.permute([(free + made).index(letter) for letter in by.out])
@@ -247,7 +259,7 @@ class Contractions(Algebra):
         Multiples of a relation's coefficients only add a constant; with ``told``, rows represent them already.
         """
         numbers = self.numbers(own)
-        if numbers is None:
+        if numbers is None or self._through_table(result, own, other, by):
             return
         relation, axes = other.relation, frozenset(by.two.index(letter) for letter in by.gone)
         relation = None if self._picks_members(own, by) else relation
@@ -264,6 +276,56 @@ class Contractions(Algebra):
         elif relation is not None and axes and self._times_totals(result, numbers, relation, by):
             return
         self._drift(result, numbers, by)
+
+    def _on_table(self, own: Value, other: Value, by: Sum) -> tuple[Tensor, Sum] | None:
+        """Arrange the translation of a value that a contraction sums with rows of a table along the table's axes.
+
+        Returns:
+            The translation, and its contraction with the table; None if the other factor is no such rows.
+        """
+        numbers, lookup = self.numbers(own), other.lookup
+        gone = [by.two.index(letter) for letter in by.gone]
+        if numbers is None or lookup is None or not gone or varying(lookup.functions) & {*gone}:
+            return None
+        letters, sizes = by.out + by.gone, dict(zip(by.two, other.shape, strict=True))
+        at, given = aligned(lookup.at, by.two, letters), aligned(numbers, by.one, letters)
+        if lookup.table is None:
+            return None if self._picks_members(own, by) or len(gone) > 1 else (given, by)
+        shape = np.broadcast_shapes(at.shape, given.shape)[: len(by.out)]
+        whole = (*shape, *(sizes[letter] for letter in by.gone))
+        at, given = (own.expand(whole).reshape(math.prod(shape), -1) for own in (at, given))
+        others = [size for axis, size in enumerate(lookup.table.shape) if axis != lookup.axis]
+        if bool((at.sort(1)[0].diff(dim=1) == 0).any()) or len(at) * math.prod(others) > _MOST:
+            return None
+        placed = torch.zeros(len(at), math.prod(others), dtype=torch.int64).scatter(1, at, given)
+        free = [letter for letter in string.ascii_letters if letter not in by.out][: lookup.table.rank]
+        two, row = "".join(free), free[lookup.axis]
+        return placed.reshape(*shape, *others), Sum(by.out + two.replace(row, ""), two, by.out + row)
+
+    def _through_table(self, result: Value, own: Value, other: Value, by: Sum) -> bool:
+        """Propagate a translation of one factor through rows of a table: to rows of the translation times the table.
+
+        These are a translation of each row of a table of biases. The rows may change as well: of the product of both
+        changes, each side takes half.
+
+        Returns:
+            Whether the other factor is such rows.
+        """
+        found, lookup = self._on_table(own, other, by), other.lookup
+        if found is None or lookup is None:
+            return False
+        numbers, way = found
+        self.system.products += [(numbers, drift.numbers) for drift in other.drifts.values()]
+        made = numbers if lookup.table is None else self._derived(numbers, lookup.table, way, halfway=True)
+        scaled = self.unknowns.combined([(made, lookup.by)])
+        if scaled is not None:
+            first = scaled.narrow(-1, 0, 1)
+            self._include(result, self.unknowns.combined([(first[..., 0], lookup.total)]))
+            rest = self.unknowns.combined([(scaled, ONE), (first, Coefficient(-1.0))])
+            if rest is not None and scaled.shape[-1] > 1:
+                function = aligned(lookup.functions, by.two, by.out)
+                self.drift(result, lookup.source, Drift(function, rest.movedim(-1, 0)))
+        return True
 
     def _times_totals(self, result: Value, numbers: Tensor, relation: Relation, by: Sum) -> bool:
         """Add a translation times the totals of another factor's sums, which have a segment for each place elsewhere.

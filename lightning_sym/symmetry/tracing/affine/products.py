@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import fx
 
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
+from lightning_sym.symmetry.tracing.affine.letters import aligned
 from lightning_sym.symmetry.tracing.affine.moves import Move
-from lightning_sym.symmetry.tracing.affine.reading import Constants
-from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
+from lightning_sym.symmetry.tracing.affine.reading import Constants, indexed_by
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Lookup, Value, places
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of
 from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
 
@@ -44,17 +46,25 @@ class Products(Contractions):
         at = self._value(index)
         if at is None or not isinstance(axis, int) or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
             return None
-        letters = _LETTERS[: table.rank]
-        axis %= table.rank
-        own = _LETTERS[table.rank : table.rank + at.rank]
-        return self._by_indicators(
-            at, table, f"{own}{letters[axis]},{letters}->{letters[:axis]}{own}{letters[axis + 1 :]}", node, axis
-        )
+        return self._rows_at(index, table, node, axis % table.rank)
 
-    def _by_indicators(self, index: Value, table: Value, equation: str, node: fx.Node, axis: int = 0) -> Value:
-        hot = Value((*index.shape, table.shape[axis]), True)
+    def _rows_at(self, index: fx.Node, table: Value, node: fx.Node, axis: int = 0) -> Value:
+        """Return rows of a table at an index, which takes the place of the axis of the rows."""
+        root, functions = indexed_by(index, self.constants)
+        shape, size = tuple(index.meta["val"].shape), table.shape[axis]
+        source = self.source_of("rows", root, functions.numpy().tobytes(), size)
+        hot = Value((*shape, size), True)
         hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
-        return self.contract(hot, table, equation, node)
+        rows = Lookup(None, axis, source, functions.unsqueeze(-1), torch.arange(size).reshape((*[1] * len(shape), size)))
+        hot.lookup = rows
+        letters, own = _LETTERS[: table.rank], _LETTERS[table.rank : table.rank + len(shape)]
+        out = letters[:axis] + own + letters[axis + 1 :]
+        result = self.contract(hot, table, f"{own}{letters[axis]},{letters}->{out}", node)
+        if not table.varies:
+            others = [count for at, count in enumerate(table.shape) if at != axis]
+            at = aligned(places(others), letters.replace(letters[axis], ""), out)
+            result.lookup = replace(rows, table=table, functions=aligned(rows.functions[..., 0], own, out), at=at)
+        return result
 
     # Sums and products.
 
@@ -187,8 +197,7 @@ class Products(Contractions):
             after = (*known.shape, table.shape[1])
             move = Move("other", table.shape, after, lambda t: t[known])
             return self.move(table, move, node)[0]
-        lead = _LETTERS[: index.rank]
-        return self._by_indicators(index, table, f"{lead}y,yz->{lead}z", node)
+        return self._rows_at(node.args[1], table, node)  # type: ignore[arg-type]
 
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
+from lightning_sym.symmetry.tracing.affine.values import places
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.coordinates import varies
@@ -20,6 +21,7 @@ from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
 _MOVED = MOVES | operations(Trait.CAST) | {"getitem"}
 _MOST = 2**20  # maximal entries of a parameter that are numbered
+_FEW = 2**16  # maximal entries of a table that are translated one by one
 
 
 class Constants:
@@ -143,6 +145,53 @@ class _Read(NamedTuple):
     cut: bool
 
 
+def indexed_by(node: fx.Node, constants: Constants) -> tuple[fx.Node, Tensor]:
+    """Return the value that moves make an index of, and the index of its entry at each place; thin."""
+    whole, item = node.args if name_of(node) == "getitem" else (node, None)
+    given: Any = whole.args[0] if isinstance(whole, fx.Node) and whole.args else None
+    val = given.meta.get("val") if isinstance(given, fx.Node) else None
+    if isinstance(val, Tensor) and isinstance(whole, fx.Node):
+        if name_of(whole) in operations(Trait.CAST):
+            return indexed_by(given, constants)
+        move = None
+        if name_of(whole) in MOVES - operations(Trait.PAD):
+            move = move_of(whole, name_of(whole), tuple(val.shape), constants.known)
+        if move is not None:
+            root, places_of = indexed_by(given, constants)
+            made = move(places_of)
+            return root, made if item is None else made[item]
+    return node, places(tuple(node.meta["val"].shape))
+
+
+def _looked_up(capture: Constants) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """Yield all lookups of rows of a parameter at an index that depends on the input: parameter, index, lookup."""
+    for node in capture.capture.graph.nodes:
+        table: Any = node.args[0] if node.args else None
+        if name_of(node) == "embedding" and table in capture.capture.states and capture.known(node.args[1]) is None:
+            yield table, node.args[1], node
+
+
+def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]:
+    """Return the tables that are translated entry by entry.
+
+    These are only looked up, and at an index at which rows that are at least as wide are looked up as well: they
+    cancel translations times the wider rows.
+    """
+    found, held = set[str](), set[str]()
+    for constants in captures:
+        states, together = constants.capture.states, dict[fx.Node, set[str]]()
+        lookups = list(_looked_up(constants))
+        for table, index, _ in lookups:
+            together.setdefault(indexed_by(index, constants)[0], set()).add(states[table])
+        readers = {node for *_, node in lookups}
+        held |= {name for node, name in states.items() if not readers.issuperset(node.users)}
+        for names in together.values():
+            width = {name: math.prod(system.shape(name)[1:]) for name in names}
+            most = sorted(width.values())
+            found |= {name for name in names if len(names) > 1 and width[name] <= most[-1 - (width[name] == most[-1])]}
+    return {name for name in found - held if math.prod(system.shape(name)) <= _FEW}
+
+
 def read_ahead(system: System, captures: Sequence[Constants]) -> None:
     """Record the parameters that are contracted with values, and those that are read in part.
 
@@ -156,6 +205,7 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
                 and _is_contracted(node, constants.capture.states)
             ):
                 system.weights.add(name)
+    system.weights -= _tables_of_biases(system, captures)
     reached: dict[str, list[Tensor]] = {}
     for constants in captures:
         found: dict[str, list[_Read]] = {}

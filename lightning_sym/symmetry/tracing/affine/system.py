@@ -66,6 +66,7 @@ class Derived:
         unseen: The direction of the weight's output for each of them, thin, if the weight has directions.
         total: For rows, the total of the relation.
         alike: Blocks that equations identify with another block, as their sources are equal.
+        halfway: Whether the weights count with half of what is added to them.
     """
 
     numbers: Tensor
@@ -76,6 +77,7 @@ class Derived:
     unseen: Tensor | None = None
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
+    halfway: bool = False
 
 
 class System:
@@ -106,6 +108,7 @@ class System:
         self.lengths: set[int] = set()  # of the inputs of the current capture
         self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length
+        self.exclusive = False  # whether the translations of two factors that are rows of tables exclude each other
         self.sources = 0
         self.notes: list[str] = []
         self.blind: dict[str, None] = {}  # notes: on users' rules that say too little, and on products of norms
@@ -145,6 +148,7 @@ class System:
         """Return a new system that knows this one's families from the start."""
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
+        new.exclusive = self.exclusive
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)
@@ -215,6 +219,16 @@ class System:
         """Return a value that depends only on weights as a coefficient."""
         atom, at = self.atom(value)
         return Coefficient(1.0, ((atom, 1, at),))
+
+    def added_to(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of some tensors that something may be added to."""
+        return frozenset(name for name in names if name in self.free or name in self.families)
+
+    def changes_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return the unknowns that are added to tensors, perhaps times changes of their rows."""
+        families = [family for name in names for family in self.families.get(name, {}).values()]
+        rows = [own.numbers for family in families for own in family.rows.values()]
+        return [*(self.free[name] for name in names if name in self.free), *rows]
 
     def note(self, text: str) -> None:
         """Add a note, once."""

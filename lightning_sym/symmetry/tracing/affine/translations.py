@@ -226,10 +226,12 @@ class _Compiler:
     def _step(self, own: Derived) -> Step:
         columns = self.column[own.numbers.numpy().ravel()]
         unseen = None if own.unseen is None else self._at(own.unseen)
-        total = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
         evaluate: Any = own.evaluate
         names = frozenset(evaluate.names(self.system))
-        return Step(self._at(own.source), columns, own.evaluate, unseen, names, total, tuple(own.numbers.shape))
+        changed = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
+        changed, share = (self.system.added_to(names), 0.5) if own.halfway else (changed, 1.0)
+        shape = tuple(own.numbers.shape)
+        return Step(self._at(own.source), columns, own.evaluate, unseen, names, changed, shape, share)
 
     def _pairs(self) -> list[tuple[Tensor, Any]]:
         """Return unknowns added to each output of a weight, with the family of changes of these outputs."""
