@@ -108,6 +108,15 @@ def commuted(space: Translations, later: Tensor, earlier: Tensor) -> tuple[Tenso
     return result, float(found)
 
 
+def are_closed(space: Translations) -> bool:
+    """Return whether products of shifts are shifts."""
+    if not space.products:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    later, earlier = torch.randn(2, space.size, dtype=torch.float64, generator=generator)
+    return commuted(space, later, earlier)[1] < _NOTHING
+
+
 class _Carrier:
     """Carries shifts from some weights to others.
 

@@ -74,12 +74,14 @@ class Contractions(Algebra):
             result.relation = self._passed(own, other, way)
         else:
             result.node, result.learned = node, one.learned or two.learned
-            self._both(one, two)
+            halfway = not self.system.exclusive and one.learned and two.learned and one.moves and two.moves
+            if not halfway:
+                self._both(one, two)
             for own, other, way in ((one, two, by), (two, one, by.turned)):
                 for drift in own.drifts.values():
                     self.unknowns.vanish(drift.numbers)
                 self._unread(own)
-                self._through(result, own, other, way)
+                self._through(result, own, other, way, halfway=halfway)
         return result
 
     def convolve(
@@ -149,8 +151,8 @@ class Contractions(Algebra):
 
     # Changes of one factor.
 
-    def _through(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
-        """Propagate a value's translation through weights."""
+    def _through(self, result: Value, value: Value, weights: Value, by: Sum, *, halfway: bool = False) -> None:
+        """Propagate a value's translation through weights; see :meth:`_derived` for `halfway`."""
         if self._is_cut(weights, by):  # longer inputs read more of the weights
             self.unknowns.vanish(self.numbers(value))
         numbers = self.numbers(value)
@@ -159,7 +161,7 @@ class Contractions(Algebra):
         if not weights.learned and size_of_products(numbers, weights, by) <= _MOST:
             self._include(result, self._linear_form(numbers[None], weights, by))
             return
-        self._include(result, self._derived(numbers, weights, by))
+        self._include(result, self._derived(numbers, weights, by, halfway=halfway))
 
     def _derived(self, numbers: Tensor, weights: Value, by: Sum, *, halfway: bool = False) -> Tensor:
         """Return derived unknowns for a contraction with weights; places with equal unknowns share them.

@@ -10,12 +10,12 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
-from lightning_sym.symmetry.tracing.affine.values import places
+from lightning_sym.symmetry.tracing.affine.values import places, varying
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
-from lightning_sym.symmetry.tracing.nodes import ancestors, written_by
+from lightning_sym.symmetry.tracing.nodes import ancestors, equation_of, letters_of, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
@@ -205,7 +205,11 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
                 and _is_contracted(node, constants.capture.states)
             ):
                 system.weights.add(name)
-    system.weights -= _tables_of_biases(system, captures)
+        for node, name in constants.capture.states.items():
+            axes = _rows_of_product(node, constants) if name in system.weights and len(node.users) == 1 else None
+            if axes is not None and [*constants.capture.states.values()].count(name) == len(captures) == 1:
+                system.common[name] = frozenset(axes)
+    system.weights -= _tables_of_biases(system, captures) | system.common.keys()
     reached: dict[str, list[Tensor]] = {}
     for constants in captures:
         found: dict[str, list[_Read]] = {}
@@ -246,6 +250,30 @@ def _contracts(node: fx.Node, given: fx.Node, states: Mapping[fx.Node, str]) -> 
     return first is not given or not all(_is_made_of(own, states) for own in others)
 
 
+def _rows_of_product(node: fx.Node, constants: Constants) -> set[int] | None:
+    """Return the axes of the rows of a parameter that only a product with another parameter reads; else None.
+
+    All rows are translated equally: another parameter cancels this times the first factor.
+    """
+    own, along = node, list[Tensor](_axes_of(node.meta["val"].shape))
+    while len(own.users) == 1:
+        (user,) = own.users
+        shape = tuple(own.meta["val"].shape)
+        move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in operations(Trait.MOVE) else None
+        if move is None:
+            break
+        own, along = user, [move(part) for part in along]
+    user = next(iter(own.users))
+    equation = equation_of(user) if name_of(user) in operations(Trait.CONTRACT) - {"embedding"} else None
+    first, *others = user.all_input_nodes
+    if equation is None or others != [own] or len(own.users) > 1:
+        return None
+    if any(indexed_by(factor, constants)[0] not in constants.capture.states for factor in (first, own)):
+        return None
+    term, out = letters_of(equation)[1:]
+    return {axis for axis, part in enumerate(along) if all(term[at] in out for at in varying(part))}
+
+
 def _is_made_of(node: fx.Node, states: Mapping[fx.Node, str]) -> bool:
     """Whether a value depends on parameters only."""
     return all(own in states for own in ancestors(node) if own.op == "placeholder")
@@ -255,15 +283,20 @@ def _by_axis(system: System, name: str) -> bool:
     return name in system.weights or math.prod(system.shape(name)) > _MOST
 
 
+def _axes_of(shape: Sequence[int]) -> list[Tensor]:
+    """Number the places along each axis from 1; thin."""
+    return [
+        1 + torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
+        for axis, size in enumerate(shape)
+    ]
+
+
 def _entries(system: System, name: str) -> list[Tensor]:
     """Number all entries of a tensor, or the places along each axis (thin), from 1."""
     shape = system.shape(name)
     if not _by_axis(system, name):
         return [1 + torch.arange(math.prod(shape)).reshape(shape)]
-    return [
-        1 + torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
-        for axis, size in enumerate(shape)
-    ]
+    return _axes_of(shape)
 
 
 def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False) -> Iterator[_Read]:

@@ -96,6 +96,7 @@ class System:
         self.nodes: dict[Any, fx.Node] = {}
         self.free: dict[str, Tensor] = {}
         self.partial: dict[str, frozenset[int]] = {}  # axes that are read only in part
+        self.common: dict[str, frozenset[int]] = {}  # axes along which parameters are translated equally
         self.weights: set[str] = set()  # parameters contracted with values
         self.members: set[str] = set()  # parameters with separate units for each member along the first axis
         self.families: dict[str, dict[frozenset[int], Family]] = {}
@@ -148,7 +149,7 @@ class System:
         """Return a new system that knows this one's families from the start."""
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
-        new.exclusive = self.exclusive
+        new.exclusive, new.common = self.exclusive, self.common
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)
@@ -238,7 +239,7 @@ class System:
     def free_numbers(self, name: str) -> Tensor:
         """Return the unknown translation of a tensor, entry by entry; constant along axes that are read in part."""
         if name not in self.free:
-            partial = self.partial.get(name, frozenset())
+            partial = self.partial.get(name, frozenset()) | self.common.get(name, frozenset())
             shape = [1 if axis in partial else size for axis, size in enumerate(self.shape(name))]
             self.free[name] = self.unknowns.fresh(shape, FREE)
         return self.free[name]

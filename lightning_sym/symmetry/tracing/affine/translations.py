@@ -44,6 +44,7 @@ def find_translations(
     members: Collection[str] = (),
     keep: Collection[str] = (),
     outputs: bool = False,
+    exclusive: bool = False,
 ) -> Translations:
     """Find the translations of a network's tensors.
 
@@ -54,9 +55,10 @@ def find_translations(
         members: The names of tensors with separate units for each member along the first axis.
         keep: Weights with rows that keep their mean.
         outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
+        exclusive: Whether translations of two factors of a product always exclude each other.
     """
     try:
-        return _found(captures, tensors, constants, members, keep, outputs=outputs)
+        return _found(captures, tensors, constants, members, keep, outputs=outputs, exclusive=exclusive)
     except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
         found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
@@ -71,10 +73,11 @@ def _found(
     keep: Collection[str],
     *,
     outputs: bool,
+    exclusive: bool,
 ) -> Translations:
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
     system = System(tensors, tensors.keys() - known, known)
-    system.members = set(members)
+    system.members, system.exclusive = set(members), exclusive
     system.names = states_of(captures)
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]
