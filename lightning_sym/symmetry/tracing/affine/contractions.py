@@ -65,10 +65,12 @@ class Contractions(Algebra):
                 result.relation = result.relation or self._passed(own, other, way)
         elif one.varies or two.varies:
             own, other, way = (one, two, by) if one.varies else (two, one, by.turned)
-            self._both(own, other)
+            halfway = not self.system.exclusive and self._on_table(other, own, way.turned) is not None
+            if not halfway:
+                self._both(own, other)
             self._half(result, other, own, way.turned)
             self._drifts(result, other, own, way.turned)
-            self._through(result, own, other, way)
+            self._through(result, own, other, way, halfway=halfway)
             self._drifts(result, own, other, way)
             self._families(result, own, other, way)
             result.relation = self._passed(own, other, way)

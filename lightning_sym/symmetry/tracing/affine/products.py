@@ -12,7 +12,7 @@ from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
 from lightning_sym.symmetry.tracing.affine.letters import aligned
 from lightning_sym.symmetry.tracing.affine.moves import Move
-from lightning_sym.symmetry.tracing.affine.reading import Constants, indexed_by
+from lightning_sym.symmetry.tracing.affine.reading import Constants, index_of, indexed_by
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Lookup, Value, places
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of
 from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
@@ -38,11 +38,7 @@ class Products(Contractions):
 
     def _looked_up(self, node: fx.Node, name: str, table: Value) -> Value | None:
         """Return rows at an input-dependent index, as a contraction with one-hot vectors."""
-        axis: Any = node.args[1]
-        index = node.args[2] if name == "index_select" else None
-        if name == "index" and isinstance(axis, (list, tuple)):
-            axes = [at for at, own in enumerate(axis) if own is not None]
-            axis, index = (axes[0], axis[axes[0]]) if len(axes) == 1 else (None, None)
+        index, axis = index_of(node, name)
         at = self._value(index)
         if at is None or not isinstance(axis, int) or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
             return None

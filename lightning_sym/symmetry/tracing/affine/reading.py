@@ -19,6 +19,7 @@ from lightning_sym.symmetry.tracing.nodes import ancestors, equation_of, letters
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
+_MOVING = operations(Trait.MOVE)
 _MOVED = MOVES | operations(Trait.CAST) | {"getitem"}
 _MOST = 2**20  # maximal entries of a parameter that are numbered
 _FEW = 2**16  # maximal entries of a table that are translated one by one
@@ -163,12 +164,29 @@ def indexed_by(node: fx.Node, constants: Constants) -> tuple[fx.Node, Tensor]:
     return node, places(tuple(node.meta["val"].shape))
 
 
-def _looked_up(capture: Constants) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Yield all lookups of rows of a parameter at an index that depends on the input: parameter, index, lookup."""
-    for node in capture.capture.graph.nodes:
-        table: Any = node.args[0] if node.args else None
-        if name_of(node) == "embedding" and table in capture.capture.states and capture.known(node.args[1]) is None:
-            yield table, node.args[1], node
+def index_of(node: fx.Node, name: str) -> tuple[Any, Any]:
+    """Return the index at which an operation looks up rows of a table, and the axis of the rows; None for others."""
+    at: Any = node.args[1] if len(node.args) > 1 else None
+    if name == "index_select":
+        return node.args[2], at
+    if name == "index" and isinstance(at, (list, tuple)):
+        axes = [axis for axis, own in enumerate(at) if own is not None]
+        return (at[axes[0]], axes[0]) if len(axes) == 1 else (None, None)
+    return (at, 0) if name == "embedding" else (None, None)
+
+
+def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[str, int]]]:
+    """Return lookups in parameters at indices that depend on the input; and by index the widths of the parameters."""
+    states, found, together = constants.capture.states, set[fx.Node](), dict[fx.Node, dict[str, int]]()
+    for node in constants.capture.graph.nodes:
+        index, axis = index_of(node, name_of(node))
+        if index is not None and constants.known(index) is None:
+            table: Any = node.args[0]
+            if (root := indexed_by(table, constants)[0]) in states:
+                found.add(node)
+                width = table.meta["val"].numel() // table.meta["val"].shape[axis]
+                together.setdefault(indexed_by(index, constants)[0], {})[states[root]] = width
+    return found, together
 
 
 def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]:
@@ -179,17 +197,42 @@ def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]
     """
     found, held = set[str](), set[str]()
     for constants in captures:
-        states, together = constants.capture.states, dict[fx.Node, set[str]]()
-        lookups = list(_looked_up(constants))
-        for table, index, _ in lookups:
-            together.setdefault(indexed_by(index, constants)[0], set()).add(states[table])
-        readers = {node for *_, node in lookups}
-        held |= {name for node, name in states.items() if not readers.issuperset(node.users)}
-        for names in together.values():
-            width = {name: math.prod(system.shape(name)[1:]) for name in names}
-            most = sorted(width.values())
-            found |= {name for name in names if len(names) > 1 and width[name] <= most[-1 - (width[name] == most[-1])]}
+        lookups, together = _lookups(constants)
+        held |= {name for node, name in constants.capture.states.items() if not lookups.issuperset(node.users)}
+        for width in together.values():
+            found |= {name for name in width if any(width[own] >= width[name] for own in width.keys() - {name})}
     return {name for name in found - held if math.prod(system.shape(name)) <= _FEW}
+
+
+def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yield parameters that only a product reads, with another parameter or its rows, and the axes of their own rows.
+
+    All rows are translated equally: other parameters cancel this times the first factor.
+    """
+    states = constants.capture.states
+    lookups, together = _lookups(constants)
+    names = [*states.values()]
+    for node, name in states.items():
+        own, along = node, _axes_of(node.meta["val"].shape)
+        while len(own.users) == 1:
+            (user,) = own.users
+            shape = tuple(own.meta["val"].shape)
+            move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in _MOVING else None
+            if move is None:
+                break
+            own, along = user, [move(part) for part in along]
+        user = next(iter(own.users), own)
+        equation = equation_of(user) if name_of(user) in operations(Trait.CONTRACT) - {"embedding"} else None
+        if equation is None or len(own.users) > 1 or names.count(name) > 1:
+            continue
+        factors: Any = user.args[1] if name_of(user) == "einsum" else user.args[:2]
+        first = indexed_by(factors[0], constants)[0]
+        index = index_of(first, name_of(first))[0] if first in lookups else None
+        biased = index is not None and len(together[indexed_by(index, constants)[0]]) > 1
+        if factors[0] is not factors[1] is own and (first in states or biased):
+            term, out = letters_of(equation)[1:]
+            axes = (axis for axis, part in enumerate(along) if all(term[at] in out for at in varying(part)))
+            yield name, frozenset(axes)
 
 
 def read_ahead(system: System, captures: Sequence[Constants]) -> None:
@@ -205,10 +248,8 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
                 and _is_contracted(node, constants.capture.states)
             ):
                 system.weights.add(name)
-        for node, name in constants.capture.states.items():
-            axes = _rows_of_product(node, constants) if name in system.weights and len(node.users) == 1 else None
-            if axes is not None and [*constants.capture.states.values()].count(name) == len(captures) == 1:
-                system.common[name] = frozenset(axes)
+    if len(captures) == 1:
+        system.common |= {name: axes for name, axes in _rows_of_products(captures[0]) if name in system.weights}
     system.weights -= _tables_of_biases(system, captures) | system.common.keys()
     reached: dict[str, list[Tensor]] = {}
     for constants in captures:
@@ -248,30 +289,6 @@ def _contracts(node: fx.Node, given: fx.Node, states: Mapping[fx.Node, str]) -> 
     first, *others = node.all_input_nodes
     # Of two factors made of parameters the second is the weight, as in a linear layer.
     return first is not given or not all(_is_made_of(own, states) for own in others)
-
-
-def _rows_of_product(node: fx.Node, constants: Constants) -> set[int] | None:
-    """Return the axes of the rows of a parameter that only a product with another parameter reads; else None.
-
-    All rows are translated equally: another parameter cancels this times the first factor.
-    """
-    own, along = node, list[Tensor](_axes_of(node.meta["val"].shape))
-    while len(own.users) == 1:
-        (user,) = own.users
-        shape = tuple(own.meta["val"].shape)
-        move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in operations(Trait.MOVE) else None
-        if move is None:
-            break
-        own, along = user, [move(part) for part in along]
-    user = next(iter(own.users))
-    equation = equation_of(user) if name_of(user) in operations(Trait.CONTRACT) - {"embedding"} else None
-    first, *others = user.all_input_nodes
-    if equation is None or others != [own] or len(own.users) > 1:
-        return None
-    if any(indexed_by(factor, constants)[0] not in constants.capture.states for factor in (first, own)):
-        return None
-    term, out = letters_of(equation)[1:]
-    return {axis for axis, part in enumerate(along) if all(term[at] in out for at in varying(part))}
 
 
 def _is_made_of(node: fx.Node, states: Mapping[fx.Node, str]) -> bool:
