@@ -336,7 +336,8 @@ class Algebra:
                 terms.append((wide(numbers, len(shape)), by))
             for drift in self._living(own).values():
                 seconds = [other.translation, *other.more, *(second.numbers for second in other.drifts.values())]
-                self.system.products += [(drift.numbers, second) for second in seconds if second is not None]
+                for second in seconds:
+                    self.system.exclude(drift.numbers, second)
                 if (numbers := self.unknowns.combined([(wide(drift.numbers, len(shape), 1), by)], 1)) is not None:
                     drifts[self.system.source()] = Drift(wide(drift.function, len(shape)), numbers)
         self._both(one, two)
@@ -375,9 +376,7 @@ class Algebra:
 
     def _both(self, one: Value, two: Value) -> None:
         """Record that changes of two factors exclude each other, as their product would be added."""
-        moved = self.numbers(one), self.numbers(two)
-        if moved[0] is not None and moved[1] is not None:
-            self.system.products.append((moved[0], moved[1]))
+        self.system.exclude(self.numbers(one), self.numbers(two))
 
     def _times_function(self, result: Value, own: Value, other: Value, shape: Shape) -> None:
         """Add the changes of one factor, times the other factor, to a product as drifts."""

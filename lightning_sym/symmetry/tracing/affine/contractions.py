@@ -86,6 +86,14 @@ class Contractions(Algebra):
                 self._through(result, own, other, way, halfway=halfway)
         return result
 
+    def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
+        """Return the product or quotient of two values; a product with rows of a table is a contraction without sums."""
+        if divide or not (one.varies and two.varies) or not (one.lookup or two.lookup):
+            return super().multiply(one, two, node, divide=divide)
+        shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+        letters = string.ascii_letters[: len(shape)]
+        return self.contract(*(self.broadcast(own, shape) for own in (one, two)), f"{letters},{letters}->{letters}")
+
     def convolve(
         self, value: Value, weights: Value, shape: tuple[int, ...], *, groups: int, padded: bool, out: int = 0
     ) -> Value:
@@ -289,12 +297,12 @@ class Contractions(Algebra):
         """
         numbers, lookup = self.numbers(own), other.lookup
         gone = [by.two.index(letter) for letter in by.gone]
-        if numbers is None or lookup is None or not gone or varying(lookup.functions) & {*gone}:
+        if numbers is None or lookup is None or varying(lookup.functions) & {*gone}:
             return None
         letters, sizes = by.out + by.gone, dict(zip(by.two, other.shape, strict=True))
         at, given = aligned(lookup.at, by.two, letters), aligned(numbers, by.one, letters)
         if lookup.table is None:
-            return None if self._picks_members(own, by) or len(gone) > 1 else (given, by)
+            return None if self._picks_members(own, by) or len(gone) != 1 else (given, by)
         shape = np.broadcast_shapes(at.shape, given.shape)[: len(by.out)]
         whole = (*shape, *(sizes[letter] for letter in by.gone))
         at, given = (own.expand(whole).reshape(math.prod(shape), -1) for own in (at, given))
@@ -319,7 +327,7 @@ class Contractions(Algebra):
         if found is None or lookup is None:
             return False
         numbers, way = found
-        self.system.products += [(numbers, drift.numbers) for drift in other.drifts.values()]
+        self.system.exclusions += [(numbers, drift.numbers) for drift in other.drifts.values()]
         made = numbers if lookup.table is None else self._derived(numbers, lookup.table, way, halfway=True)
         scaled = self.unknowns.combined([(made, lookup.by)])
         if scaled is not None:

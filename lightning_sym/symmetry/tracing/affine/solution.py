@@ -388,8 +388,8 @@ class Solution:
             return False
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
-        for pair in self.system.products:
-            one, two = sorted((own.numpy().ravel() for own in pair), key=len)
+        for pair in self.system.exclusions:
+            one, two = (own.numpy().ravel() for own in pair)
             if (lengths[one] * ~zero[one]).any() and (lengths[two] * ~zero[two]).any():
                 zero[one] = True
                 self.system.note("of additions to two factors of a product, one is left out")

@@ -105,7 +105,7 @@ class System:
         self.fixed: set[str] = set()  # weights with other readers
         self.derived: list[Derived] = []
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
-        self.products: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; one of each pair must vanish
+        self.exclusions: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; the first vanish if the others do not
         self.lengths: set[int] = set()  # of the inputs of the current capture
         self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length
@@ -127,6 +127,11 @@ class System:
     def shape(self, name: str) -> Shape:
         """Return the shape of a tensor."""
         return tuple(self.tensors[name].shape)
+
+    def exclude(self, one: Tensor | None, two: Tensor | None) -> None:
+        """Require that of two unknowns one vanishes: the array with fewer entries."""
+        if one is not None and two is not None:
+            self.exclusions.append((one, two) if one.numel() <= two.numel() else (two, one))
 
     def source(self) -> int:
         """Return an index for a new source of drift."""
