@@ -171,16 +171,25 @@ class Contractions(Algebra):
         if not weights.learned and size_of_products(numbers, weights, by) <= _MOST:
             self._include(result, self._linear_form(numbers[None], weights, by))
             return
-        self._include(result, self._derived(numbers, weights, by, halfway=halfway))
+        added = self._moving(weights) if halfway else None
+        self._include(result, self._derived(numbers, weights, by, halfway=added))
 
-    def _derived(self, numbers: Tensor, weights: Value, by: Sum, *, halfway: bool = False) -> Tensor:
+    def _moving(self, weights: Value, where: Tensor | None = None) -> list[Tensor]:
+        """Return the unknowns that are added to weights, or to some places of them."""
+        families = {} if weights.origin is None else self.system.families.get(weights.origin[0], {})
+        found = [rows.numbers for family in families.values() for rows in family.rows.values()]
+        if (own := self.numbers(weights)) is not None:
+            found.append(own if where is None else own.expand(weights.shape)[where.expand(weights.shape)])
+        return found
+
+    def _derived(self, numbers: Tensor, weights: Value, by: Sum, *, halfway: Sequence[Tensor] | None = None) -> Tensor:
         """Return derived unknowns for a contraction with weights; places with equal unknowns share them.
 
         Args:
             numbers: The unknowns; thin.
             weights: The weights.
             by: The contraction.
-            halfway: Whether the weights count with half of what is added to them.
+            halfway: What is added to the weights, if these count with half of it; None if they count as they are.
         """
         free = [letter for letter in by.out if letter not in by.two]
         given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
@@ -196,7 +205,7 @@ class Contractions(Algebra):
         whole = (len(source), *(sizes[letter] for letter in given))
         shape = (len(source), *(sizes[letter] for letter in made))
         key = (
-            "halfway" if halfway else "through",
+            "through" if halfway is None else "halfway",
             self._weight_key(weights),
             by_place.equation,
             shape,
@@ -206,7 +215,7 @@ class Contractions(Algebra):
         equation = f"...{by_place.one},{by_place.two}->...{by_place.out}"
         evaluate = ByProduct(self._node(weights), weights.shape, equation, whole)
         unseen = None
-        if not halfway and weights.origin is not None and (family := self._family(weights, by_place)) is not None:
+        if halfway is None and weights.origin is not None and (family := self._family(weights, by_place)) is not None:
             unseen = self._placed(family.directions, weights, by_place)
         blocks = places(shape).reshape(len(source), -1), places(source.shape).reshape(len(source), -1)
         found = self.system.derive(
@@ -328,7 +337,10 @@ class Contractions(Algebra):
             return False
         numbers, way = found
         self.system.exclusions += [(numbers, drift.numbers) for drift in other.drifts.values()]
-        made = numbers if lookup.table is None else self._derived(numbers, lookup.table, way, halfway=True)
+        made = numbers
+        if lookup.table is not None:
+            used = numbers.flatten(0, len(by.out) - 1).any(0).unsqueeze(lookup.axis)
+            made = self._derived(numbers, lookup.table, way, halfway=self._moving(lookup.table, used))
         scaled = self.unknowns.combined([(made, lookup.by)])
         if scaled is not None:
             first = scaled.narrow(-1, 0, 1)

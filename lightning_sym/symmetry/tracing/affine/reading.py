@@ -192,16 +192,24 @@ def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[str
 def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]:
     """Return the tables that are translated entry by entry.
 
-    These are only looked up, and at an index at which rows that are at least as wide are looked up as well: they
-    cancel translations times the wider rows.
+    These are only looked up, and at an index at which rows that are at least as wide are looked up as well, or in
+    parts: they cancel translations times the wider rows, or times their other parts.
     """
     found, held = set[str](), set[str]()
     for constants in captures:
         lookups, together = _lookups(constants)
         held |= {name for node, name in constants.capture.states.items() if not lookups.issuperset(node.users)}
+        found |= {constants.capture.states[node.args[0]] for node in lookups if node.args[0] in constants.capture.states and _is_parted(node)}  # type: ignore[index]
         for width in together.values():
             found |= {name for name in width if any(width[own] >= width[name] for own in width.keys() - {name})}
     return {name for name in found - held if math.prod(system.shape(name)) <= _FEW}
+
+
+def _is_parted(node: fx.Node) -> bool:
+    """Whether operations take parts of a value."""
+    names = {name_of(user): user for user in node.users}
+    whole = (user for name, user in names.items() if name in operations(Trait.MOVE))
+    return not names.keys().isdisjoint(operations(Trait.CUT)) or any(_is_parted(user) for user in whole)
 
 
 def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int]]]:

@@ -526,9 +526,7 @@ class Solution:
             maker[made[made >= 0]] = index
         needs = []
         for own in alive:
-            given = [own.source]
-            if own.halfway:
-                given += self.system.changes_of(own.evaluate.names(self.system))  # type: ignore[attr-defined]
+            given = [own.source, *(own.halfway or ())]
             used = maker[rising(forms[torch.cat([one.reshape(-1) for one in given]).numpy()].indices)]
             needs.append(set(used[used >= 0].tolist()))
         done: set[int] = set()

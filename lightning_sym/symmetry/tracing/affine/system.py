@@ -1,7 +1,7 @@
 """State that the interpreters of several captures share: unknowns, weights and their families of changes."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class Derived:
         unseen: The direction of the weight's output for each of them, thin, if the weight has directions.
         total: For rows, the total of the relation.
         alike: Blocks that equations identify with another block, as their sources are equal.
-        halfway: Whether the weights count with half of what is added to them.
+        halfway: The unknowns that are added to the weights, if these count with half of it; else None.
     """
 
     numbers: Tensor
@@ -77,7 +77,7 @@ class Derived:
     unseen: Tensor | None = None
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
-    halfway: bool = False
+    halfway: Sequence[Tensor] | None = None
 
 
 class System:
@@ -229,12 +229,6 @@ class System:
     def added_to(self, names: Iterable[str]) -> frozenset[str]:
         """Return those of some tensors that something may be added to."""
         return frozenset(name for name in names if name in self.free or name in self.families)
-
-    def changes_of(self, names: Iterable[str]) -> list[Tensor]:
-        """Return the unknowns that are added to tensors, perhaps times changes of their rows."""
-        families = [family for name in names for family in self.families.get(name, {}).values()]
-        rows = [own.numbers for family in families for own in family.rows.values()]
-        return [*(self.free[name] for name in names if name in self.free), *rows]
 
     def note(self, text: str) -> None:
         """Add a note, once."""

@@ -232,7 +232,7 @@ class _Compiler:
         evaluate: Any = own.evaluate
         names = frozenset(evaluate.names(self.system))
         changed = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
-        changed, share = (self.system.added_to(names), 0.5) if own.halfway else (changed, 1.0)
+        changed, share = (self.system.added_to(names), 0.5) if own.halfway is not None else (changed, 1.0)
         shape = tuple(own.numbers.shape)
         return Step(self._at(own.source), columns, own.evaluate, unseen, names, changed, shape, share)
 
