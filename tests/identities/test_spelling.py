@@ -292,7 +292,7 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
     assert symmetry.dimension <= traced(name, spelling).dimension
 
 
-@pytest.mark.parametrize("name", HEAD_CASES)
+@pytest.mark.parametrize("name", [*HEAD_CASES, "factors with biases", "gains and biases of classes", "thresholds"])
 def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
     symmetry = traced(name, reference(name))
     network, generator = ALL[name].network(reference(name)), torch.Generator().manual_seed(0)

@@ -254,7 +254,7 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     weights, padding = argument(node, 6, "per_sample_weights"), argument(node, 8, "padding_idx")
     if r.name(offsets) != "arange" or weights is not None or argument(node, 7, "include_last_offset", False):
         return None
-    given: Any = offsets.args  # type: ignore[union-attr]
+    given: Any = (*offsets.args, 1)[:3]  # type: ignore[union-attr]
     if padding not in (None, -1) or len(given) != 3 or given[0] != 0 or not all(isinstance(n, int) for n in given):
         return None
     _, count, size = given

@@ -51,7 +51,9 @@ class Products(Contractions):
         source = self.source_of("rows", root, functions.numpy().tobytes(), size)
         hot = Value((*shape, size), True)
         hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
-        rows = Lookup(None, axis, source, functions.unsqueeze(-1), torch.arange(size).reshape((*[1] * len(shape), size)))
+        rows = Lookup(
+            None, axis, source, functions.unsqueeze(-1), torch.arange(size).reshape((*[1] * len(shape), size))
+        )
         hot.lookup = rows
         letters, own = _LETTERS[: table.rank], _LETTERS[table.rank : table.rank + len(shape)]
         out = letters[:axis] + own + letters[axis + 1 :]

@@ -1,7 +1,7 @@
 """Constants of a capture, and the parts of the network's tensors that operations read."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -175,9 +175,14 @@ def index_of(node: fx.Node, name: str) -> tuple[Any, Any]:
     return (at, 0) if name == "embedding" else (None, None)
 
 
-def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[str, int]]]:
-    """Return lookups in parameters at indices that depend on the input; and by index the widths of the parameters."""
-    states, found, together = constants.capture.states, set[fx.Node](), dict[fx.Node, dict[str, int]]()
+def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[fx.Node, tuple[str, int]]]]:
+    """Find lookups in parameters, or in parts of them, at indices that depend on the input.
+
+    Returns:
+        The lookups; and by index and table the parameter and the width of the table.
+    """
+    states, found = constants.capture.states, set[fx.Node]()
+    together: dict[fx.Node, dict[fx.Node, tuple[str, int]]] = {}
     for node in constants.capture.graph.nodes:
         index, axis = index_of(node, name_of(node))
         if index is not None and constants.known(index) is None:
@@ -185,7 +190,7 @@ def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[str
             if (root := indexed_by(table, constants)[0]) in states:
                 found.add(node)
                 width = table.meta["val"].numel() // table.meta["val"].shape[axis]
-                together.setdefault(indexed_by(index, constants)[0], {})[states[root]] = width
+                together.setdefault(indexed_by(index, constants)[0], {})[table] = states[root], width
     return found, together
 
 
@@ -197,12 +202,21 @@ def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]
     """
     found, held = set[str](), set[str]()
     for constants in captures:
-        lookups, together = _lookups(constants)
-        held |= {name for node, name in constants.capture.states.items() if not lookups.issuperset(node.users)}
-        found |= {constants.capture.states[node.args[0]] for node in lookups if node.args[0] in constants.capture.states and _is_parted(node)}  # type: ignore[index]
-        for width in together.values():
-            found |= {name for name in width if any(width[own] >= width[name] for own in width.keys() - {name})}
+        states, (lookups, together) = constants.capture.states, _lookups(constants)
+        held |= {name for node, name in states.items() if not _is_only_looked_up(node, lookups)}
+        found |= {states[node.args[0]] for node in lookups if node.args[0] in states and _is_parted(node)}  # type: ignore[index]
+        for tables in together.values():
+            for table, (name, width) in tables.items():
+                if any(other >= width for own, (_, other) in tables.items() if own is not table):
+                    found.add(name)
     return {name for name in found - held if math.prod(system.shape(name)) <= _FEW}
+
+
+def _is_only_looked_up(node: fx.Node, lookups: Collection[fx.Node]) -> bool:
+    """Whether lookups alone read a parameter, or parts of it."""
+    return all(
+        user in lookups or (name_of(user) in _MOVING and _is_only_looked_up(user, lookups)) for user in node.users
+    )
 
 
 def _is_parted(node: fx.Node) -> bool:
