@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.group.gained_shifts import with_carried_shifts
-from lightning_sym.symmetry.group.translations import are_closed
 from lightning_sym.symmetry.solving.group import Group
 from lightning_sym.symmetry.tracing.affine.parts import Shown
 from lightning_sym.symmetry.tracing.affine.space import Translations
@@ -58,7 +57,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     find = functools.partial(find_translations, captures, constants=kept, members=labels.stacked, keep=flipped)
     if wanted:
         found = find(states)
-        if not are_closed(found):
+        if not found.adds_up:
             find = functools.partial(find, exclusive=True)
             found = find(states)
     else:

@@ -154,8 +154,8 @@ FACTORS: dict[str, Callable[..., Tensor]] = {
     "sum": lambda s, i, j: (s.w(i) * s.c(j)).sum(-1) + s.p(i)[..., 0] + s.q(j)[..., 0],
     "einsum": lambda s, i, j: torch.einsum("bd,bd->b", s.c(j), s.w(i)) + s.p(i).squeeze(-1) + s.q(j).squeeze(-1),
     "bmm": lambda s, i, j: (torch.bmm(s.w(i)[:, None], s.c(j)[..., None])[:, 0] + s.p(i) + s.q(j)).view(-1),
-    "pairs": lambda s, i, j: (lambda at: (s.w(at[:, 0]) * s.c(at[:, 1])).sum(-1) + (s.p(at[:, 0]) + s.q(at[:, 1]))[:, 0])(
-        torch.stack([i, j], 1)),
+    "columns": lambda s, i, j: (lambda at: (s.w(at[:, 0]) * s.c(at[:, 1])).sum(-1)
+        + (s.p(at[:, 0]) + s.q(at[:, 1]))[:, 0])(torch.stack([i, j], 1)),
     "index": lambda s, i, j: (s.w.weight[i] * s.c.weight[j]).sum(1) + s.p.weight[i, 0] + s.q.weight[:, 0][j],
     "rows": lambda s, i, j: (s.w(i) @ s.c.weight.T + s.p(i) + s.q.weight[:, 0]).gather(1, j[:, None])[:, 0],
     "all pairs": lambda s, i, j: (s.w.weight @ s.c.weight.T + s.p.weight + s.q.weight.T)[i, j],
@@ -224,7 +224,8 @@ TABLES: dict[str, Function] = {
     "tower and rows with biases": Function({"f": of(L, 4, 3), "c": of(nn.Embedding, 5, 3), "q": of(nn.Embedding, 5, 1)},
         vectors_and_rows, 12, TOWERS, samples=60),
     "gains and biases of classes": Function({"f": of(L, 4, 4), "t": of(nn.Embedding, 5, 8), "o": of(L, 4, 3)},
-        vectors_and_rows, 8, each(CLASSES, lambda own: lambda s, x, j: s.o(torch.tanh(own(s.f(x), s.t, j)))), samples=80),
+        vectors_and_rows, 8, each(CLASSES, lambda own: lambda s, x, j: s.o(torch.tanh(own(s.f(x), s.t, j)))),
+        samples=80),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

@@ -306,9 +306,9 @@ def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
-        "temperature per head", "shared queries and keys", "heads in arrays"],
+        "temperature per head", "shared queries and keys", "heads in arrays", "factors with biases"],
 )  # fmt: skip
-@pytest.mark.few(5, "conditioned norm", "gain per head", "shared queries and keys")
+@pytest.mark.few(5, "conditioned norm", "factors with biases", "gain per head", "shared queries and keys")
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
     torch.manual_seed(3)

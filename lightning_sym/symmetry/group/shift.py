@@ -16,7 +16,7 @@ from lightning_sym.symmetry.group.equations import solved
 from lightning_sym.symmetry.group.factor import Additive, Draw
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.statistics import kernel
-from lightning_sym.symmetry.group.translations import carried, commuted, elements_alone, nearest
+from lightning_sym.symmetry.group.translations import carried, elements_alone, nearest
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.translations import WRITERS
 
@@ -45,10 +45,6 @@ class Shift(Additive):
         """Return the shift as the linear part of an element carries it."""
         action, undoing = Action(self.group, by), Action(self.group, back)
         return carried(self.structure.shifts, own, action, undoing, self.structure.slots_of)
-
-    def compose(self, later: Tensor, earlier: Tensor) -> Tensor:
-        """Return the sum, with what the later shift adds because the earlier one moved the rows of tables."""
-        return later + earlier + commuted(self.structure.shifts, later, earlier)[0]
 
     @property
     def dimension(self) -> int:

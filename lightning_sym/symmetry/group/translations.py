@@ -78,45 +78,6 @@ def carried(space: Translations, element: Tensor, action: Linear, back: Linear, 
     return _Carrier(space, there if plain else space.at(tensors), there, action).carried(element)
 
 
-def commuted(space: Translations, later: Tensor, earlier: Tensor) -> tuple[Tensor, float]:
-    """Return the difference of the product of two shifts from their sum.
-
-    Where factors of a product are both rows of tables, the sum misses a half of each product of a change by the later
-    and the earlier shift. It is the same for all weights: it is found at generic ones.
-
-    Args:
-        space: All shifts.
-        later: The shift that acts second. Shape (size,), float64.
-        earlier: The one that acts first.
-
-    Returns:
-        The difference; and the largest addition of the product that no shift makes.
-    """
-    result = torch.zeros_like(later)
-    if not space.products:
-        return result, 0.0
-    assert space.parts is not None
-    there = space.generic
-    first, at = there.known(earlier), np.concatenate([part.at.ravel() for part in space.parts.placed])
-    wanted = first + space.at(there.after(earlier, first)).known(later)
-    solve = read_off(there)[1]
-    for _ in range(_MOST):
-        left = wanted - there.known(later + earlier + result)
-        if (found := np.abs(left[at]).max(initial=0.0)) <= _NOTHING**1.5 * np.abs(wanted[at]).max():
-            break
-        result[: space.entries] += torch.from_numpy(solve(left))
-    return result, float(found)
-
-
-def are_closed(space: Translations) -> bool:
-    """Return whether products of shifts are shifts."""
-    if not space.products:
-        return True
-    generator = torch.Generator().manual_seed(0)
-    later, earlier = torch.randn(2, space.size, dtype=torch.float64, generator=generator)
-    return commuted(space, later, earlier)[1] < _NOTHING
-
-
 class _Carrier:
     """Carries shifts from some weights to others.
 

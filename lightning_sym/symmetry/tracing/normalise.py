@@ -144,7 +144,7 @@ def _clamped(r: Rewriter, node: fx.Node) -> fx.Node | None:
     low, high = argument(node, 1, "min"), argument(node, 2, "max")
     low, high = (None, low) if r.name(node) == "clamp_max" else (low, high)
     if isinstance(low, fx.Node) or isinstance(high, fx.Node):
-        result = node.args[0] if low is None else r.insert(aten.maximum.default, node.args[0], low)
+        result: Any = node.args[0] if low is None else r.insert(aten.maximum.default, node.args[0], low)
         return result if high is None else r.insert(aten.minimum.default, result, high)
     if high is None and r.number(low) == 0:
         return r.insert(aten.relu.default, node.args[0])

@@ -435,8 +435,9 @@ class Algebra:
         ):
             relation = None
         kept = tuple(1 if axis in axes else own for axis, own in enumerate(value.shape))
+        rows = self._sum_of_rows(value, axes, mean=mean)
         result = Value(kept, value.varies, None if value.varies else node, translation, drifts, relation,
-                       learned=value.learned, more=tuple(more), lookup=self._sum_of_rows(value, axes, mean=mean))  # fmt: skip
+                       learned=value.learned, more=tuple(more), lookup=rows)  # fmt: skip
         if keep:
             return result
         after = tuple(own for axis, own in enumerate(value.shape) if axis not in axes)

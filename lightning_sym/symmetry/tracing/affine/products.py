@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
-from lightning_sym.symmetry.tracing.affine.letters import aligned
+from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants, index_of, indexed_by
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Lookup, Value, places
@@ -90,6 +91,17 @@ class Products(Contractions):
             by_it = Coefficient(by_number * float(number))
             result = result.with_(relation=self.moved_total(relation, result.shape, by_it))
         return result.with_(origin=None)
+
+    def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
+        """Return the product or quotient of two values; translations pass rows of tables as in contractions."""
+        if not divide and one.varies and two.varies and (one.lookup or two.lookup):
+            shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+            out, sizes = _LETTERS[: len(shape)], dict(zip(_LETTERS, shape, strict=False))
+            (x, first), (y, second) = (self._shared(own, out[len(out) - own.rank :], out, sizes) for own in (one, two))
+            by = Sum(first, second, out)
+            if self._on_table(x, y, by) is not None or self._on_table(y, x, by.turned) is not None:
+                return self.contract(x, y, by.equation, node)
+        return super().multiply(one, two, node, divide=divide)
 
     def _mul(self, node: fx.Node) -> Any:
         shape = tuple(node.meta["val"].shape)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
-from lightning_sym.symmetry.tracing.affine.values import places, varying
+from lightning_sym.symmetry.tracing.affine.values import places, varying, wide
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.coordinates import varies
@@ -22,7 +22,6 @@ from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 _MOVING = operations(Trait.MOVE)
 _MOVED = MOVES | operations(Trait.CAST) | {"getitem"}
 _MOST = 2**20  # maximal entries of a parameter that are numbered
-_FEW = 2**16  # maximal entries of a table that are translated one by one
 
 
 class Constants:
@@ -175,41 +174,40 @@ def index_of(node: fx.Node, name: str) -> tuple[Any, Any]:
     return (at, 0) if name == "embedding" else (None, None)
 
 
-def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[fx.Node, tuple[str, int]]]]:
+def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[fx.Node, str]]]:
     """Find lookups in parameters, or in parts of them, at indices that depend on the input.
 
     Returns:
-        The lookups; and by index and table the parameter and the width of the table.
+        The lookups; and by index and table the parameter.
     """
     states, found = constants.capture.states, set[fx.Node]()
-    together: dict[fx.Node, dict[fx.Node, tuple[str, int]]] = {}
+    together: dict[fx.Node, dict[fx.Node, str]] = {}
     for node in constants.capture.graph.nodes:
-        index, axis = index_of(node, name_of(node))
+        index, _ = index_of(node, name_of(node))
         if index is not None and constants.known(index) is None:
             table: Any = node.args[0]
             if (root := indexed_by(table, constants)[0]) in states:
                 found.add(node)
-                width = table.meta["val"].numel() // table.meta["val"].shape[axis]
-                together.setdefault(indexed_by(index, constants)[0], {})[table] = states[root], width
+                together.setdefault(indexed_by(index, constants)[0], {})[table] = states[root]
     return found, together
 
 
 def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]:
     """Return the tables that are translated entry by entry.
 
-    These are only looked up, and at an index at which rows that are at least as wide are looked up as well, or in
-    parts: they cancel translations times the wider rows, or times their other parts.
+    These are only looked up, and at an index at which another table is looked up as well, or in parts: they cancel
+    translations times the rows of the other table, or times their other parts.
     """
     found, held = set[str](), set[str]()
     for constants in captures:
         states, (lookups, together) = constants.capture.states, _lookups(constants)
         held |= {name for node, name in states.items() if not _is_only_looked_up(node, lookups)}
-        found |= {states[node.args[0]] for node in lookups if node.args[0] in states and _is_parted(node)}  # type: ignore[index]
-        for tables in together.values():
-            for table, (name, width) in tables.items():
-                if any(other >= width for own, (_, other) in tables.items() if own is not table):
-                    found.add(name)
-    return {name for name in found - held if math.prod(system.shape(name)) <= _FEW}
+        for node in lookups:
+            width = node.meta["val"].shape[-1]
+            if node.args[0] in states and _is_parted(node, _axes_of([width])[0], constants):
+                found.add(states[node.args[0]])  # type: ignore[index]
+        found = found.union(*(tables.values() for tables in together.values() if len(tables) > 1))
+    return {name for name in found - held if math.prod(system.shape(name)) <= _MOST}
 
 
 def _is_only_looked_up(node: fx.Node, lookups: Collection[fx.Node]) -> bool:
@@ -219,11 +217,18 @@ def _is_only_looked_up(node: fx.Node, lookups: Collection[fx.Node]) -> bool:
     )
 
 
-def _is_parted(node: fx.Node) -> bool:
-    """Whether operations take parts of a value."""
-    names = {name_of(user): user for user in node.users}
-    whole = (user for name, user in names.items() if name in operations(Trait.MOVE))
-    return not names.keys().isdisjoint(operations(Trait.CUT)) or any(_is_parted(user) for user in whole)
+def _is_parted(node: fx.Node, at: Tensor, constants: Constants) -> bool:
+    """Whether operations take parts of a value, along axes on which numbers of its places vary (thin)."""
+    shape = tuple(node.meta["val"].shape)
+    at = wide(at, len(shape))
+    for user in node.users:
+        move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in _MOVING else None
+        if move is not None and move.kind == "cut":
+            if move.axis in varying(at):
+                return True
+        elif move is not None and _is_parted(user, move(at), constants):
+            return True
+    return False
 
 
 def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int]]]:

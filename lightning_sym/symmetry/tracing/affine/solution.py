@@ -513,9 +513,9 @@ class Solution:
         same = at % count == row % count
         block = np.full(numbers.size, -1)
         block[row[same]] = at[same] // count
-        block, free = block.reshape(numbers.shape), column[numbers] >= 0
-        most = np.where(free, -1, block).max(1)
-        return np.where((free | (block == most[:, None])).all(1), most, -1)
+        blocks, free = block.reshape(numbers.shape), column[numbers] >= 0
+        most = np.where(free, -1, blocks).max(1)
+        return np.where((free | (blocks == most[:, None])).all(1), most, -1)
 
     def _circular(self, alive: list[Derived], column: Ints) -> list[Derived]:
         """Return the derived unknowns with circular definitions; save the others in `order`, each after its sources."""

@@ -172,9 +172,18 @@ class Translations:
         return {} if self.parts is None else self.parts.shown
 
     @property
-    def products(self) -> bool:
-        """Whether shifts change both factors of a product, so that a product of shifts is not their sum."""
-        return self.parts is not None and any(step.changed and step.share < 1 for step in self.parts.steps)
+    def adds_up(self) -> bool:
+        """Whether the action of one element and then another is that of their sum, where they change two factors.
+
+        It is so if the unknowns are differences of values before and after, at the places that tell the others.
+        """
+        if self.parts is None or all(step.share == 1 for step in self.parts.steps):
+            return True
+        one, two = torch.randn(2, self.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        first = self.generic.known(one)
+        both = first + self.at(self.generic.after(one, first)).known(two)
+        at = np.concatenate([part.at.ravel() for part in self.parts.placed])
+        return np.allclose(both[at], self.generic.known(one + two)[at], rtol=0, atol=1e-9 * np.abs(both).max())
 
     @cached_property
     def may_move_one_by_one(self) -> set[str]:
