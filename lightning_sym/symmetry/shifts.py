@@ -57,6 +57,9 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     find = functools.partial(find_translations, captures, constants=kept, members=labels.stacked, keep=flipped)
     if wanted:
         found = find(states)
+        if not found.adds_up:
+            find = functools.partial(find, exclusive=True)
+            found = find(states)
     else:
         structure, values = (replace(each, half_turns=NO_HALF_TURNS) for each in (structure, values))
     structure = replace(structure, shifts=found)

@@ -169,6 +169,51 @@ GAINED: dict[str, Callable[..., Tensor]] = {
     "addcmul": lambda s, x: torch.addcmul(s.a(x), s.g, s.f(x)),
     "minus": lambda s, x: s.a(x) - s.f(x) * -s.g,
 }
+# A learned threshold for each unit (filter response normalisation), which moves along with the bias.
+THRESHOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "maximum": torch.maximum,
+    "max": lambda h, t: torch.max(t, h),
+    "stack": lambda h, t: torch.stack(torch.broadcast_tensors(h, t)).amax(0),
+    "where": lambda h, t: torch.where(h > t, h, t),
+    "where of a difference": lambda h, t: torch.where(h - t < 0, t, h),
+    "relu": lambda h, t: F.relu(h - t) + t,
+    "clamp": lambda h, t: h.clamp(min=t),
+    "clamp_min": lambda h, t: h.clamp_min(t),
+}
+# Factors of pairs with a bias for each row and column (GloVe): vectors are added to all rows of either table.
+FACTORS: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda s, i, j: (s.w(i) * s.c(j)).sum(-1) + s.p(i)[..., 0] + s.q(j)[..., 0],
+    "einsum": lambda s, i, j: torch.einsum("bd,bd->b", s.c(j), s.w(i)) + s.p(i).squeeze(-1) + s.q(j).squeeze(-1),
+    "bmm": lambda s, i, j: (torch.bmm(s.w(i)[:, None], s.c(j)[..., None])[:, 0] + s.p(i) + s.q(j)).view(-1),
+    "columns": lambda s, i, j: (lambda at: (s.w(at[:, 0]) * s.c(at[:, 1])).sum(-1)
+        + (s.p(at[:, 0]) + s.q(at[:, 1]))[:, 0])(torch.stack([i, j], 1)),
+    "index": lambda s, i, j: (s.w.weight[i] * s.c.weight[j]).sum(1) + s.p.weight[i, 0] + s.q.weight[:, 0][j],
+    "rows": lambda s, i, j: (s.w(i) @ s.c.weight.T + s.p(i) + s.q.weight[:, 0]).gather(1, j[:, None])[:, 0],
+    "all pairs": lambda s, i, j: (s.w.weight @ s.c.weight.T + s.p.weight + s.q.weight.T)[i, j],
+}  # fmt: skip
+TOWERS: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda s, x, j: (s.f(x) * s.c(j)).sum(-1) + s.q(j)[..., 0],
+    "einsum": lambda s, x, j: torch.einsum("bd,bd->b", s.f(x), s.c(j)) + s.q(j)[:, 0],
+    "matmul": lambda s, x, j: (s.c(j)[:, None] @ s.f(x)[..., None])[:, 0, 0] + s.q.weight[j, 0],
+    "bag": lambda s, x, j: (s.f(x) * F.embedding_bag(j[:, None], s.c.weight, mode="sum")).sum(1)
+        + F.embedding_bag(j[:, None], s.q.weight, mode="sum")[:, 0],
+}  # fmt: skip
+# Gains and biases of each class.
+CLASSES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
+    "chunk": lambda h, t, j: (lambda gain, bias: gain * h + bias)(*t(j).chunk(2, -1)),
+    "slices": lambda h, t, j: h * t(j)[:, :4] + t(j)[:, 4:],
+    "two tables": lambda h, t, j: F.embedding(j, t.weight[:, :4]) * h + F.embedding(j, t.weight[:, 4:]),
+    "unflatten": lambda h, t, j: (lambda own: h * own[:, 0] + own[:, 1])(t(j).unflatten(-1, (2, 4))),
+}
+
+
+def pairs(samples: int) -> tuple[Tensor, ...]:
+    return torch.arange(samples) % 6, torch.arange(samples) // 6 % 5
+
+
+def vectors_and_rows(samples: int) -> tuple[Tensor, ...]:
+    return torch.randn(samples, 4, dtype=torch.float64), torch.arange(samples) % 5
+
 
 TABLES: dict[str, Function] = {
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
@@ -214,6 +259,16 @@ TABLES: dict[str, Function] = {
         each(HALF, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
     "a layer and gains added": Function({"a": of(L, 5, 6), "f": of(L, 5, 6), "g": parameter(6), "o": of(L, 6, 3)},
         steps(5), 42, each(GAINED, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
+    "thresholds": Function({"a": of(L, 7, 6), "t": lambda: nn.Parameter(torch.randn(6) / 4), "o": of(L, 6, 9)},
+        steps(7), 12,
+        each(THRESHOLDS, lambda own: lambda s, x: s.o(own(s.a(x), s.t))), samples=40),
+    "factors with biases": Function({name: of(nn.Embedding, *size) for name, size in (
+        ("w", (6, 3)), ("c", (5, 3)), ("p", (6, 1)), ("q", (5, 1)))}, pairs, 16, FACTORS, samples=60),
+    "tower and rows with biases": Function({"f": of(L, 4, 3), "c": of(nn.Embedding, 5, 3), "q": of(nn.Embedding, 5, 1)},
+        vectors_and_rows, 12, TOWERS, samples=60),
+    "gains and biases of classes": Function({"f": of(L, 4, 4), "t": of(nn.Embedding, 5, 8), "o": of(L, 4, 3)},
+        vectors_and_rows, 8, each(CLASSES, lambda own: lambda s, x, j: s.o(torch.tanh(own(s.f(x), s.t, j)))),
+        samples=80),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

@@ -293,7 +293,7 @@ def test_elements_keep_the_function(name: str, spelling: str) -> None:
     assert symmetry.dimension <= traced(name, spelling).dimension
 
 
-@pytest.mark.parametrize("name", HEAD_CASES)
+@pytest.mark.parametrize("name", [*HEAD_CASES, "factors with biases", "gains and biases of classes", "thresholds"])
 def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
     symmetry = traced(name, reference(name))
     network, generator = ALL[name].network(reference(name)), torch.Generator().manual_seed(0)
@@ -307,9 +307,9 @@ def test_elements_with_translations_multiply_as_they_act(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["decoder", "neighbours", "gains that heads share", "conditioned norm", "gain per head", "gains per head",
-        "temperature per head", "shared queries and keys", "heads in arrays"],
+        "temperature per head", "shared queries and keys", "heads in arrays", "factors with biases"],
 )  # fmt: skip
-@pytest.mark.few(5, "conditioned norm", "gain per head", "shared queries and keys")
+@pytest.mark.few(5, "conditioned norm", "factors with biases", "gain per head", "shared queries and keys")
 def test_planted_elements_are_found(name: str) -> None:
     symmetry = traced(name, reference(name))
     torch.manual_seed(3)

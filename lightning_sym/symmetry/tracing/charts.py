@@ -104,9 +104,9 @@ def split_exponentials(r: Rewriter) -> bool:
         value = r.insert(layer.target, *layer.args[:2], None, *layer.args[3:], **rest)
         for step in steps:
             value = r.insert(step.target, value, *step.args[1:])
-        factor = r.insert(node.target, reshaped(r, bias, [*r.shape(bias), *[1] * count]))
-        factor = factor if power == 1 else r.insert(aten.pow.Tensor_Scalar, factor, power)
-        r.replace(node, r.insert(aten.mul.Tensor, value, factor))
+        gain = r.insert(node.target, reshaped(r, bias, [*r.shape(bias), *[1] * count]))
+        gain = gain if power == 1 else r.insert(aten.pow.Tensor_Scalar, gain, power)
+        r.replace(node, r.insert(aten.mul.Tensor, value, gain))
         changed = True
     r.erase_unread()
     return changed

@@ -98,6 +98,8 @@ def larger(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if name not in ("gt", "ge", "lt", "le") or len(values) < 2 or not all(isinstance(own, fx.Node) for own in values):
         return None
     given, kinds = list(condition.args), {own.meta["val"].dtype for own in values}
+    if r.number(given[1]) == 0 and r.name(given[0]) == "sub" and not given[0].kwargs:
+        given = list(given[0].args)  # the sign of their difference
     if given not in (values, values[::-1]) or values[0] is values[1] or len(kinds) > 1:
         return None
     return r.insert(_OF_TWO["max" if (given == values) == (name in ("gt", "ge")) else "min"], *values)

@@ -281,10 +281,10 @@ class Joining(Placing):
 
         Without units, the scales of several numbers become that of one.
         """
-        numbers = [label for label in labels if not label.axes]
-        wide, *others = [label for label in labels if label.axes] or numbers[:1] or [None]
-        if wide is None or not (numbers := [own for own in numbers if own is not wide]):
+        units, numbers = ([own for own in labels if bool(own.axes) == wide] for wide in (True, False))
+        if len(numbers) <= (not units):
             return labels
+        wide, *others = units or [numbers.pop(0)]
         wholes = [(np.full(wide.scale.shape, int(own.scale)), 1.0) for own in numbers]
         return [wide.scaled_by(self.constraints.product((wide.scale, 1.0), *wholes)), *others]
 

@@ -75,9 +75,9 @@ def _shape_readers(r: Rewriter, nodes: Sequence[fx.Node], weight: fx.Node) -> bo
     """Give the weight of layers that read an outer product an axis for each of its axes; return whether they do."""
     if any(r.name(node) != "linear" for node in nodes):
         return False
-    found = [outer_read_by(r, node) for node in nodes]
-    sizes = {() if own is None else own.sizes for own in found}
-    if len(sizes) > 1 or () in sizes:
+    found = [outer for node in nodes if (outer := outer_read_by(r, node)) is not None]
+    sizes = {own.sizes for own in found}
+    if len(found) < len(nodes) or len(sizes) != 1:
         return False
     rows, columns = r.shape(weight)
     shape = (rows, *sizes.pop())

@@ -146,9 +146,12 @@ def _spell(rewriter: Rewriter) -> None:
 
 
 def _clamped(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a value clamped at 0 from one side by rectifiers."""
+    """Rewrite a value clamped at 0 from one side by rectifiers, and one clamped at tensors by extrema."""
     low, high = argument(node, 1, "min"), argument(node, 2, "max")
     low, high = (None, low) if r.name(node) == "clamp_max" else (low, high)
+    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+        result: Any = node.args[0] if low is None else r.insert(aten.maximum.default, node.args[0], low)
+        return result if high is None else r.insert(aten.minimum.default, result, high)
     if high is None and r.number(low) == 0:
         return r.insert(aten.relu.default, node.args[0])
     if high is None and (length := of_length(r, node)) is not None:
@@ -257,7 +260,7 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     weights, padding = argument(node, 6, "per_sample_weights"), argument(node, 8, "padding_idx")
     if r.name(offsets) != "arange" or weights is not None or argument(node, 7, "include_last_offset", False):
         return None
-    given: Any = offsets.args  # type: ignore[union-attr]
+    given: Any = (*offsets.args, 1)[:3]  # type: ignore[union-attr]
     if padding not in (None, -1) or len(given) != 3 or given[0] != 0 or not all(isinstance(n, int) for n in given):
         return None
     _, count, size = given

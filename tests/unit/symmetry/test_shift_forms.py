@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.tracing.affine import contractions, forms
+from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 
 pytestmark = pytest.mark.measured
@@ -79,3 +80,23 @@ def test_rows_that_move_one_by_one_are_refused_where_they_are_too_many(monkeypat
     large = trace_symmetry(network, example)
     assert large.dimension < small.dimension
     assert any("too many rows" in note for note in large.notes)
+
+
+class Factors(nn.Module):
+    """Scalar products of the rows of two tables, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Embedding(6, 3), nn.Embedding(5, 3)
+        self.first, self.second = nn.Embedding(6, 1), nn.Embedding(5, 1)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        i, j = pairs.unbind(1)
+        return (self.one(i) * self.two(j)).sum(1, True) + self.first(i) + self.second(j)
+
+
+def test_shifts_of_both_factors_exclude_each_other_where_they_do_not_add_up(monkeypatch):
+    network, pairs = Factors().double(), torch.cartesian_prod(torch.arange(6), torch.arange(5))
+    assert trace_symmetry(network, pairs).dimension == 16
+    monkeypatch.setattr(Translations, "adds_up", False)
+    assert trace_symmetry(network, pairs).dimension == 13

@@ -15,6 +15,7 @@ from lightning_sym.symmetry.tracing.affine.values import (
     ONE,
     Coefficient,
     Drift,
+    Lookup,
     Relation,
     Shape,
     Total,
@@ -42,6 +43,7 @@ class Algebra:
     def __init__(self, system: System) -> None:
         self.system, self.unknowns = system, system.unknowns
         self.contracted: set[str] = set()  # the weights that the current operation contracts
+        self._sources: dict[Any, int] = {}
 
     def numbers(self, value: Value) -> Tensor | None:
         """Return the unknown translation of a value; thin. None for none."""
@@ -50,6 +52,22 @@ class Algebra:
             value.translation, value.more = self.unknowns.combined(terms), ()
         value.translation = self.unknowns.living(value.translation)
         return value.translation
+
+    def source_of(self, *key: Any) -> int:
+        """Return the drift source of functions of the input that a key describes."""
+        if key not in self._sources:
+            self._sources[key] = self.system.source()
+        return self._sources[key]
+
+    def drift(self, result: Value, key: int, drift: Drift) -> None:
+        """Add a drift to those of a value."""
+        same = result.drifts.get(key)
+        if same is not None and not self._same(same.function, drift.function, result.shape):
+            key, same = self.system.source(), None
+        made = drift if same is None else self._sum_of([(same, 1.0), (drift, 1.0)])
+        result.drifts.pop(key, None)
+        if made is not None:
+            result.drifts[key] = made
 
     # Constraints.
 
@@ -122,6 +140,8 @@ class Algebra:
         origins = None if value.origin is None else [moved(own) for own in value.origin[1]]
         relation = move.relation(value.relation)
         padded = move.kind == "other" and any(a > b for a, b in zip(move.after, move.before, strict=False))
+        lookup = None if padded or value.lookup is None else value.lookup
+        rows = [] if lookup is None else list(zip(moved(lookup.functions), moved(lookup.at), strict=True))
         probe = moved(torch.zeros((1,) * value.rank, dtype=torch.int64)) if move.kind != "other" else None
         count = len(probe) if probe is not None else len(moved(places(value.shape)))
         shapes = self._shapes(move, value.shape)
@@ -139,6 +159,7 @@ class Algebra:
                 value.learned,
                 tuple(own[index] for own in translations[1:]),
                 base=(root, (*moves, (move, index)), factor) if value.varies else None,
+                lookup=lookup and replace(lookup, functions=rows[index][0], at=rows[index][1]),
             )
             for index in range(count)
         ]  # fmt: skip
@@ -265,9 +286,10 @@ class Algebra:
         if relation is not None and factor:
             coefficient = relation.coefficient.times(Coefficient(1 / factor))
             relation = Relation(relation.axes, relation.segments, coefficient, relation.total)
+        lookup = value.lookup and replace(value.lookup, by=value.lookup.by.times(by))
         return Value(
             value.shape, value.varies, None if value.varies else node, found[0] if found else None, drifts,
-            relation if factor else None, learned=value.learned, more=tuple(found[1:]),
+            relation if factor else None, learned=value.learned, more=tuple(found[1:]), lookup=lookup,
             base=(*value.root[:2], value.root[2] * factor) if value.varies else None,
         )  # fmt: skip
 
@@ -317,7 +339,8 @@ class Algebra:
                 terms.append((wide(numbers, len(shape)), by))
             for drift in self._living(own).values():
                 seconds = [other.translation, *other.more, *(second.numbers for second in other.drifts.values())]
-                self.system.products += [(drift.numbers, second) for second in seconds if second is not None]
+                for second in seconds:
+                    self.system.exclude(drift.numbers, second)
                 if (numbers := self.unknowns.combined([(wide(drift.numbers, len(shape), 1), by)], 1)) is not None:
                     drifts[self.system.source()] = Drift(wide(drift.function, len(shape)), numbers)
         self._both(one, two)
@@ -356,9 +379,7 @@ class Algebra:
 
     def _both(self, one: Value, two: Value) -> None:
         """Record that changes of two factors exclude each other, as their product would be added."""
-        moved = self.numbers(one), self.numbers(two)
-        if moved[0] is not None and moved[1] is not None:
-            self.system.products.append((moved[0], moved[1]))
+        self.system.exclude(self.numbers(one), self.numbers(two))
 
     def _times_function(self, result: Value, own: Value, other: Value, shape: Shape) -> None:
         """Add the changes of one factor, times the other factor, to a product as drifts."""
@@ -395,8 +416,8 @@ class Algebra:
                 if (numbers := reduced(drift.numbers, 1)) is not None:
                     drifts[key] = Drift(drift.function, numbers)
             elif not {axis - 1 for axis in varying(drift.numbers) if axis} & set(axes):
-                shape = [1 if axis in axes else size for axis, size in enumerate(drift.function.shape)]
-                drifts[self.system.source()] = Drift(places(shape), drift.numbers)
+                source, function = self._sum_of_functions(key, drift.function, axes, mean=mean)
+                drifts[source] = Drift(function, drift.numbers)
             elif drift.numbers.numel() <= _MOST:  # each place has functions of its own
                 moved = drift.numbers.permute(0, *(1 + axis for axis in (*gone, *kept_axes))).flatten(0, len(gone))
                 shape = [1 if axis in gone else size for axis, size in enumerate(drift.function.shape)]
@@ -417,12 +438,30 @@ class Algebra:
         ):
             relation = None
         kept = tuple(1 if axis in axes else own for axis, own in enumerate(value.shape))
+        rows = self._sum_of_rows(value, axes, mean=mean)
         result = Value(kept, value.varies, None if value.varies else node, translation, drifts, relation,
-                       learned=value.learned, more=tuple(more))  # fmt: skip
+                       learned=value.learned, more=tuple(more), lookup=rows)  # fmt: skip
         if keep:
             return result
         after = tuple(own for axis, own in enumerate(value.shape) if axis not in axes)
         return self.move(result, regroup(kept, after), result.node)[0]
+
+    def _sum_of_functions(self, key: int, function: Tensor, axes: Collection[int], *, mean: bool) -> tuple[int, Tensor]:
+        """Return the source of the sums of functions over some axes, and the index of the sum at each entry."""
+        shape = [1 if axis in axes else size for axis, size in enumerate(function.shape)]
+        given = tuple(function.shape), function.numpy().tobytes()
+        return self.source_of("sum", key, given, tuple(sorted(axes)), mean), places(shape)
+
+    def _sum_of_rows(self, value: Value, axes: Collection[int], *, mean: bool) -> Lookup | None:
+        """Return the sum or mean of rows of a table over some axes; None if it is none."""
+        lookup = value.lookup
+        if lookup is None or varying(lookup.at) & set(axes) or not varying(lookup.functions) >= set(axes):
+            return None
+        source, functions = self._sum_of_functions(lookup.source, lookup.functions, axes, mean=mean)
+        total = lookup.total
+        for axis in () if mean else axes:
+            total = total.times(self.system.length(value.shape[axis]))
+        return replace(lookup, source=source, functions=functions, total=total)
 
     def _unread(self, value: Value) -> None:
         """Record that a weight has readers other than contractions."""

@@ -1,7 +1,6 @@
 """Contractions of two values: translations and drifts of each factor are propagated through the other."""
 
 import math
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym.symmetry.tracing.affine.algebra import Algebra
 from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned, at_origin, equation_shape, size_of_products
 from lightning_sym.symmetry.tracing.affine.moves import told, windows_of
+from lightning_sym.symmetry.tracing.affine.passing import Passing
 from lightning_sym.symmetry.tracing.affine.system import Rows, System
 from lightning_sym.symmetry.tracing.affine.values import (
     ONE,
@@ -22,16 +21,15 @@ from lightning_sym.symmetry.tracing.affine.values import (
     Relation,
     Total,
     Value,
-    distinct,
     places,
     varying,
 )
-from lightning_sym.symmetry.tracing.affine.weights import ByKernel, ByProduct, ByTotal, Made
+from lightning_sym.symmetry.tracing.affine.weights import ByKernel, ByTotal
 
 _MOST = 2**20  # maximal terms of equations with the entries of a constant matrix
 
 
-class Contractions(Algebra):
+class Contractions(Passing):
     """Operations on values, including contractions.
 
     Args:
@@ -53,7 +51,10 @@ class Contractions(Algebra):
         sizes = dict(zip(first + second, (*one.shape, *two.shape), strict=True))
         result = Value(tuple(sizes[letter] for letter in out), one.varies or two.varies, learned=True)
         if one.varies and two.varies:
-            self._both(one, two)
+            if self.system.exclusive or any(
+                self._on_table(own, other, way) is None for own, other, way in ((one, two, by), (two, one, by.turned))
+            ):
+                self._both(one, two)
             self._unread(one)
             self._unread(two)
             for own, other, way in ((one, two, by), (two, one, by.turned)):
@@ -62,21 +63,25 @@ class Contractions(Algebra):
                 result.relation = result.relation or self._passed(own, other, way)
         elif one.varies or two.varies:
             own, other, way = (one, two, by) if one.varies else (two, one, by.turned)
-            self._both(own, other)
+            halfway = not self.system.exclusive and self._on_table(other, own, way.turned) is not None
+            if not halfway:
+                self._both(own, other)
             self._half(result, other, own, way.turned)
             self._drifts(result, other, own, way.turned)
-            self._through(result, own, other, way)
+            self._through(result, own, other, way, halfway=halfway)
             self._drifts(result, own, other, way)
             self._families(result, own, other, way)
             result.relation = self._passed(own, other, way)
         else:
             result.node, result.learned = node, one.learned or two.learned
-            self._both(one, two)
+            halfway = not self.system.exclusive and one.learned and two.learned and one.moves and two.moves
+            if not halfway:
+                self._both(one, two)
             for own, other, way in ((one, two, by), (two, one, by.turned)):
                 for drift in own.drifts.values():
                     self.unknowns.vanish(drift.numbers)
                 self._unread(own)
-                self._through(result, own, other, way)
+                self._through(result, own, other, way, halfway=halfway)
         return result
 
     def convolve(
@@ -148,8 +153,8 @@ class Contractions(Algebra):
 
     # Changes of one factor.
 
-    def _through(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
-        """Propagate a value's translation through weights."""
+    def _through(self, result: Value, value: Value, weights: Value, by: Sum, *, halfway: bool = False) -> None:
+        """Propagate a value's translation through weights; see :meth:`_derived` for `halfway`."""
         if self._is_cut(weights, by):  # longer inputs read more of the weights
             self.unknowns.vanish(self.numbers(value))
         numbers = self.numbers(value)
@@ -158,40 +163,8 @@ class Contractions(Algebra):
         if not weights.learned and size_of_products(numbers, weights, by) <= _MOST:
             self._include(result, self._linear_form(numbers[None], weights, by))
             return
-        self._include(result, self._derived(value, numbers, weights, by))
-
-    def _derived(self, value: Value, numbers: Tensor, weights: Value, by: Sum) -> Tensor:
-        """Return derived unknowns for a contraction with weights; places with equal unknowns share them."""
-        free = [letter for letter in by.out if letter not in by.two]
-        given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
-        moved = numbers.permute([by.one.index(letter) for letter in free + given])
-        rows = moved.reshape(-1, *moved.shape[len(free) :])
-        flat = rows.reshape(len(rows), -1).numpy()
-        first, like = distinct([flat])
-        some = flat[first].any(1)  # zero maps to zero
-        source, place = rows[first[some]], np.where(some, np.cumsum(some) - 1, -1)
-        front = next(letter for letter in string.ascii_letters if letter not in by.one + by.two)
-        by_place = Sum("".join([front, *given]), by.two, "".join([front, *made]))
-        sizes = dict(zip(by.two, weights.shape, strict=True))
-        whole = (len(source), *(sizes[letter] for letter in given))
-        shape = (len(source), *(sizes[letter] for letter in made))
-        key = (
-            "through",
-            self._weight_key(weights),
-            by_place.equation,
-            shape,
-            tuple(source.shape),
-            source.numpy().tobytes(),
-        )
-        equation = f"...{by_place.one},{by_place.two}->...{by_place.out}"
-        evaluate = ByProduct(self._node(weights), weights.shape, equation, whole)
-        unseen = self._unseen(value, weights, by_place)
-        reading = None if unseen is None or not value.varies else self._reading(value, weights, by)
-        blocks = places(shape).reshape(len(source), -1), places(source.shape).reshape(len(source), -1)
-        found = self.system.derive(key, shape, reading, source=source, evaluate=evaluate, blocks=blocks, unseen=unseen)
-        found = torch.cat([found, torch.zeros_like(found[:1])])[place[like]]
-        found = found.reshape([*moved.shape[: len(free)], *shape[1:]])
-        return found.permute([(free + made).index(letter) for letter in by.out])
+        added = self._moving(weights) if halfway else None
+        self._include(result, self._derived(value, numbers, weights, by, halfway=added))
 
     def _is_cut(self, weights: Value, by: Sum) -> bool:
         """Whether a contraction sums over an axis of a weight that is read only in part."""
@@ -200,25 +173,6 @@ class Contractions(Algebra):
         partial = self.system.partial.get(weights.origin[0], frozenset())
         gone = {by.two.index(letter) for letter in by.gone}
         return any(varying(own) & gone for axis, own in enumerate(weights.origin[1]) if axis in partial)
-
-    def _node(self, value: Value) -> Made:
-        assert value.node is not None
-        return self.system.made(value.node)
-
-    def _weight_key(self, weights: Value) -> Any:
-        if weights.origin is not None:
-            return weights.origin[0], tuple((own.shape, own.numpy().tobytes()) for own in weights.origin[1])
-        assert weights.node is not None
-        return self.system.signature(weights.node), weights.shape
-
-    def _include(self, result: Value, numbers: Tensor | None) -> None:
-        if numbers is None:
-            return
-        if result.translation is None:
-            result.translation = numbers
-        else:
-            one = Coefficient()
-            result.translation = self.unknowns.combined([(result.translation, one), (numbers, one)])
 
     def _linear_form(self, numbers: Tensor, weights: Value, by: Sum) -> Tensor | None:
         """Return unknowns for a contraction with constants. Shape (1, *thin), or (patterns, *thin) for several."""
@@ -248,7 +202,7 @@ class Contractions(Algebra):
         Multiples of a relation's coefficients only add a constant; with ``told``, rows represent them already.
         """
         numbers = self.numbers(own)
-        if numbers is None:
+        if numbers is None or self._through_table(result, own, other, by):
             return
         relation, axes = other.relation, frozenset(by.two.index(letter) for letter in by.gone)
         relation = None if self._picks_members(own, by) else relation
@@ -289,16 +243,6 @@ class Contractions(Algebra):
         source = torch.where(of == segments, given, 0)
         self._include(result, self._by_entry(("by place", total.key(), source.numpy().tobytes()), source, total))
         return True
-
-    def _picks_members(self, weights: Value, by: Sum) -> bool:
-        """Whether a sum over all members of a parameter, with input-dependent factors, picks some of them.
-
-        Each member has units of its own, so that a change of all members is no translation.
-        """
-        if weights.origin is None or weights.origin[0] not in self.system.members:
-            return False
-        gone = {by.one.index(letter) for letter in by.gone}
-        return {axis for axis, own in enumerate(weights.origin[1]) if varying(own) & gone} == {0}
 
     def _drift(self, result: Value, numbers: Tensor, by: Sum) -> None:
         """Add a translation of one factor as a drift, with a function of the other factor for each place."""
@@ -428,44 +372,6 @@ class Contractions(Algebra):
 
     # Changes of weights.
 
-    def _split(self, weights: Value, by: Sum) -> tuple[frozenset[int], frozenset[int]] | None:
-        """Return the summed and the remaining axes of a parameter; None if an axis is summed only in part."""
-        assert weights.origin is not None
-        gone = {by.two.index(letter) for letter in by.gone}
-        summed, kept = set(), set()
-        for axis, own in enumerate(weights.origin[1]):
-            along = varying(own)
-            if along & gone:
-                summed.add(axis)
-            if along - gone:
-                kept.add(axis)
-        if summed & kept:
-            return None
-        # An axis of size 1 counts as remaining, unless it alone is summed.
-        return frozenset(summed), frozenset(range(len(weights.origin[1]))) - summed
-
-    def _family(self, weights: Value, by: Sum) -> Any:
-        if weights.origin is None or weights.origin[0] not in self.system.weights:
-            return None
-        split = self._split(weights, by)
-        return None if split is None else self.system.family(weights.origin[0], split[0])
-
-    def _placed(self, numbers: Tensor, weights: Value, by: Sum, lead: int = 0) -> Tensor:
-        """Arrange numbers of a weight's outputs along the axes of the result; thin."""
-        assert weights.origin is not None
-        kept = "".join(letter for letter in by.two if letter in by.out)
-        index = []
-        for axis, own in enumerate(weights.origin[1]):
-            if numbers.shape[lead + axis] == 1:
-                index.append(torch.zeros((1,) * len(kept), dtype=torch.int64))
-                continue
-            for at, letter in enumerate(by.two):
-                own = own.narrow(at, 0, 1) if letter not in by.out else own
-            index.append(aligned(own, by.two, kept))
-        rest = torch.broadcast_tensors(*index) if index else []  # type: ignore[no-untyped-call]
-        placed = numbers[(slice(None),) * lead + tuple(rest)]
-        return aligned(placed, kept, by.out, lead)
-
     def _families(self, result: Value, value: Value, weights: Value, by: Sum) -> None:
         """Propagate changes of a weight to the result."""
         if weights.origin is None or weights.origin[0] not in self.system.weights:
@@ -520,39 +426,6 @@ class Contractions(Algebra):
             family.rows[key] = self.system.rows(name, summed, coefficient, segments)
         self.unknowns.vanish(family.rows[key].numbers[relation.total.open[: int(segments.max()) + 1]])
         return family.rows[key]
-
-    def _reading(self, value: Value, weights: Value, by: Sum, how: Any = None) -> int:
-        """Return the source of sums of a value; changes of weights that read it alike may cancel each other."""
-        split = None if weights.origin is None else self._split(weights, by)
-        if split is None or (order := self._order(weights, by, split[0])) is None:
-            return self.system.source()
-        gone = [by.one.index(letter) for letter in by.gone] if how is None else []
-        kept = [by.one.index(letter) for letter in by.out if letter in by.one] if how is None else range(value.rank)
-        return self.system.reading(value, gone, kept, order, how)
-
-    def _unseen(self, value: Value, weights: Value, by: Sum) -> Tensor | None:
-        """Return the direction of the output that a change of a weight adds times sums of a value's root; thin."""
-        if (family := self._family(weights, by)) is None:
-            return None
-        return self.unknowns.combined([(self._placed(family.directions, weights, by), Coefficient(value.root[2]))])
-
-    def _order(self, weights: Value, by: Sum, summed: frozenset[int]) -> Tensor | None:
-        """Return the index among the summed places for each place on the weight's own axes; None if some are absent."""
-        assert weights.origin is not None
-        name, coordinates = weights.origin
-        shape = self.system.shape(name)
-        at = torch.zeros(1, dtype=torch.int64)
-        sizes = dict(zip(by.two, weights.shape, strict=True))
-        for axis in sorted(summed):
-            own = coordinates[axis]
-            for place, letter in enumerate(by.two):
-                own = own.narrow(place, 0, 1) if letter in by.out else own
-            own = aligned(own, by.two, by.gone).expand([sizes[letter] for letter in by.gone])
-            at = at * shape[axis] + own
-        size = math.prod(shape[axis] for axis in summed)
-        order = at.reshape(-1).argsort()
-        whole = torch.equal(at.reshape(-1)[order], torch.arange(size))
-        return order if whole else None
 
     def _multiples_of_rows(
         self, result: Value, value: Value, weights: Value, by: Sum, rows: Rows, reading: int

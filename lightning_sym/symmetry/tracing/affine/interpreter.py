@@ -33,7 +33,7 @@ class Interpreter(Layers):
         self.capture, self.constants = constants.capture, constants
         self.outputs = outputs
         self.values: dict[fx.Node, Any] = {}
-        self.hot: dict[Any, tuple[Value, Value]] = {}
+        self.hot: dict[Any, Value] = {}
         self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:

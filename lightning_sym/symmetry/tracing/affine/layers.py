@@ -118,7 +118,7 @@ class Layers(Products):
     def _larger(self, node: fx.Node) -> Any:
         """Take the larger or smaller of two values: equal translations of both pass."""
         x, y = (self._value(given) for given in node.args[:2])
-        if x is None or y is None or not x.varies or not y.varies:
+        if x is None or y is None:
             return None
         shape = tuple(node.meta["val"].shape)
         x, y = self.broadcast(x, shape), self.broadcast(y, shape)

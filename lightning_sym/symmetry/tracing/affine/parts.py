@@ -115,8 +115,9 @@ class Step(NamedTuple):
         evaluate: Makes them.
         unseen: For each, the wanted unknown that says how changes of the weight's output change it; thin.
         names: The tensors that are needed.
-        total: Those of the tensors in a relation's sum; they may themselves be added to.
+        changed: Those of the tensors that count with what is added to them: those in a relation's sum, and tables.
         shape: Shape of the unknowns.
+        share: Which part of the additions counts.
     """
 
     source: Ints
@@ -124,8 +125,9 @@ class Step(NamedTuple):
     evaluate: Any
     unseen: Ints | None
     names: frozenset[str]
-    total: frozenset[str]
+    changed: frozenset[str]
     shape: Shape
+    share: float = 1.0
 
 
 class Shown(NamedTuple):

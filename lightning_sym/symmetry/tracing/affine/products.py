@@ -2,16 +2,19 @@
 
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.contractions import Contractions
+from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned
 from lightning_sym.symmetry.tracing.affine.moves import Move
-from lightning_sym.symmetry.tracing.affine.reading import Constants
-from lightning_sym.symmetry.tracing.affine.values import Coefficient, Value
+from lightning_sym.symmetry.tracing.affine.reading import Constants, index_of, indexed_by
+from lightning_sym.symmetry.tracing.affine.values import Coefficient, Lookup, Value, places
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of
 from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
 
@@ -29,7 +32,7 @@ class Products(Contractions):
 
     values: dict[fx.Node, Any]
     constants: Constants
-    hot: dict[Any, tuple[Value, Value]]
+    hot: dict[Any, Value]
 
     def _value(self, given: Any) -> Value | None:
         """Return the value of an argument; None for a number."""
@@ -38,26 +41,32 @@ class Products(Contractions):
 
     def _looked_up(self, node: fx.Node, name: str, table: Value) -> Value | None:
         """Return rows at an input-dependent index, as a contraction with one-hot vectors."""
-        axis: Any = node.args[1]
-        index = node.args[2] if name == "index_select" else None
-        if name == "index" and isinstance(axis, (list, tuple)):
-            axes = [at for at, own in enumerate(axis) if own is not None]
-            axis, index = (axes[0], axis[axes[0]]) if len(axes) == 1 else (None, None)
+        index, axis = index_of(node, name)
         at = self._value(index)
         if at is None or not isinstance(axis, int) or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
             return None
-        letters = _LETTERS[: table.rank]
-        axis %= table.rank
-        own = _LETTERS[table.rank : table.rank + at.rank]
-        return self._by_indicators(
-            at, table, f"{own}{letters[axis]},{letters}->{letters[:axis]}{own}{letters[axis + 1 :]}", node, axis
-        )
+        return self._rows_at(index, table, node, axis % table.rank)
 
-    def _by_indicators(self, index: Value, table: Value, equation: str, node: fx.Node, axis: int = 0) -> Value:
-        hot = Value((*index.shape, table.shape[axis]), True)
+    def _rows_at(self, index: fx.Node, table: Value, node: fx.Node, axis: int = 0) -> Value:
+        """Return rows of a table at an index, which takes the place of the axis of the rows."""
+        root, functions = indexed_by(index, self.constants)
+        shape, size = tuple(index.meta["val"].shape), table.shape[axis]
+        source = self.source_of("rows", root, functions.numpy().tobytes(), size)
+        hot = Value((*shape, size), True)
         hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
-        _, hot = self.hot.setdefault((id(index), hot.shape), (index, hot))
-        return self.contract(hot, table, equation, node)
+        rows = Lookup(
+            None, axis, source, functions.unsqueeze(-1), torch.arange(size).reshape((*[1] * len(shape), size))
+        )
+        hot.lookup = rows
+        hot = self.hot.setdefault((source, hot.shape), hot)
+        letters, own = _LETTERS[: table.rank], _LETTERS[table.rank : table.rank + len(shape)]
+        out = letters[:axis] + own + letters[axis + 1 :]
+        result = self.contract(hot, table, f"{own}{letters[axis]},{letters}->{out}", node)
+        if not table.varies:
+            others = [count for at, count in enumerate(table.shape) if at != axis]
+            at = aligned(places(others), letters.replace(letters[axis], ""), out)
+            result.lookup = replace(rows, table=table, functions=aligned(rows.functions[..., 0], own, out), at=at)
+        return result
 
     # Sums and products.
 
@@ -85,6 +94,17 @@ class Products(Contractions):
             by_it = Coefficient(by_number * float(number))
             result = result.with_(relation=self.moved_total(relation, result.shape, by_it))
         return result.with_(origin=None)
+
+    def multiply(self, one: Value, two: Value, node: Any = None, *, divide: bool = False) -> Value:
+        """Return the product or quotient of two values; translations pass rows of tables as in contractions."""
+        if not divide and one.varies and two.varies and (one.lookup or two.lookup):
+            shape = tuple(np.broadcast_shapes(one.shape, two.shape))
+            out, sizes = _LETTERS[: len(shape)], dict(zip(_LETTERS, shape, strict=False))
+            (x, first), (y, second) = (self._shared(own, out[len(out) - own.rank :], out, sizes) for own in (one, two))
+            by = Sum(first, second, out)
+            if self._on_table(x, y, by) is not None or self._on_table(y, x, by.turned) is not None:
+                return self.contract(x, y, by.equation, node)
+        return super().multiply(one, two, node, divide=divide)
 
     def _mul(self, node: fx.Node) -> Any:
         shape = tuple(node.meta["val"].shape)
@@ -190,8 +210,7 @@ class Products(Contractions):
             after = (*known.shape, table.shape[1])
             move = Move("other", table.shape, after, lambda t: t[known])
             return self.move(table, move, node)[0]
-        lead = _LETTERS[: index.rank]
-        return self._by_indicators(index, table, f"{lead}y,yz->{lead}z", node)
+        return self._rows_at(node.args[1], table, node)  # type: ignore[arg-type]
 
     def _convolution(self, node: fx.Node) -> Any:
         x, w = self._value(node.args[0]), self._value(node.args[1])

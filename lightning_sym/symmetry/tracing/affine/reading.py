@@ -1,7 +1,7 @@
 """Constants of a capture, and the parts of the network's tensors that operations read."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -10,14 +10,16 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
+from lightning_sym.symmetry.tracing.affine.values import places, varying, wide
 from lightning_sym.symmetry.tracing.affine.weights import Weights
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
 from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
-from lightning_sym.symmetry.tracing.nodes import ancestors, written_by
+from lightning_sym.symmetry.tracing.nodes import ancestors, equation_of, letters_of, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
 
+_MOVING = operations(Trait.MOVE)
 _MOVED = MOVES | operations(Trait.CAST) | {"getitem"}
 _MOST = 2**20  # maximal entries of a parameter that are numbered
 
@@ -143,6 +145,123 @@ class _Read(NamedTuple):
     cut: bool
 
 
+def indexed_by(node: fx.Node, constants: Constants) -> tuple[fx.Node, Tensor]:
+    """Return the value that moves make an index of, and the index of its entry at each place; thin."""
+    whole, item = node.args if name_of(node) == "getitem" else (node, None)
+    given: Any = whole.args[0] if isinstance(whole, fx.Node) and whole.args else None
+    val = given.meta.get("val") if isinstance(given, fx.Node) else None
+    if isinstance(val, Tensor) and isinstance(whole, fx.Node):
+        if name_of(whole) in operations(Trait.CAST):
+            return indexed_by(given, constants)
+        move = None
+        if name_of(whole) in MOVES - operations(Trait.PAD):
+            move = move_of(whole, name_of(whole), tuple(val.shape), constants.known)
+        if move is not None:
+            root, places_of = indexed_by(given, constants)
+            made = move(places_of)
+            return root, made if item is None else made[item]
+    return node, places(tuple(node.meta["val"].shape))
+
+
+def index_of(node: fx.Node, name: str) -> tuple[Any, Any]:
+    """Return the index at which an operation looks up rows of a table, and the axis of the rows; None for others."""
+    at: Any = node.args[1] if len(node.args) > 1 else None
+    if name == "index_select":
+        return node.args[2], at
+    if name == "index" and isinstance(at, (list, tuple)):
+        axes = [axis for axis, own in enumerate(at) if own is not None]
+        return (at[axes[0]], axes[0]) if len(axes) == 1 else (None, None)
+    return (at, 0) if name == "embedding" else (None, None)
+
+
+def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[fx.Node, str]]]:
+    """Find lookups in parameters, or in parts of them, at indices that depend on the input.
+
+    Returns:
+        The lookups; and by index and table the parameter.
+    """
+    states, found = constants.capture.states, set[fx.Node]()
+    together: dict[fx.Node, dict[fx.Node, str]] = {}
+    for node in constants.capture.graph.nodes:
+        index, _ = index_of(node, name_of(node))
+        if index is not None and constants.known(index) is None:
+            table: Any = node.args[0]
+            if (root := indexed_by(table, constants)[0]) in states:
+                found.add(node)
+                together.setdefault(indexed_by(index, constants)[0], {})[table] = states[root]
+    return found, together
+
+
+def _tables_of_biases(system: System, captures: Sequence[Constants]) -> set[str]:
+    """Return the tables that are translated entry by entry.
+
+    These are only looked up, and at an index at which another table is looked up as well, or in parts: they cancel
+    translations times the rows of the other table, or times their other parts.
+    """
+    found, held = set[str](), set[str]()
+    for constants in captures:
+        states, (lookups, together) = constants.capture.states, _lookups(constants)
+        held |= {name for node, name in states.items() if not _is_only_looked_up(node, lookups)}
+        for node in lookups:
+            width = node.meta["val"].shape[-1]
+            if node.args[0] in states and _is_parted(node, _axes_of([width])[0], constants):
+                found.add(states[node.args[0]])  # type: ignore[index]
+        found = found.union(*(tables.values() for tables in together.values() if len(tables) > 1))
+    return {name for name in found - held if math.prod(system.shape(name)) <= _MOST}
+
+
+def _is_only_looked_up(node: fx.Node, lookups: Collection[fx.Node]) -> bool:
+    """Whether lookups alone read a parameter, or parts of it."""
+    return all(
+        user in lookups or (name_of(user) in _MOVING and _is_only_looked_up(user, lookups)) for user in node.users
+    )
+
+
+def _is_parted(node: fx.Node, at: Tensor, constants: Constants) -> bool:
+    """Whether operations take parts of a value, along axes on which numbers of its places vary (thin)."""
+    shape = tuple(node.meta["val"].shape)
+    at = wide(at, len(shape))
+    for user in node.users:
+        move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in _MOVING else None
+        if move is not None and move.kind == "cut":
+            if move.axis in varying(at):
+                return True
+        elif move is not None and _is_parted(user, move(at), constants):
+            return True
+    return False
+
+
+def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yield parameters that only a product reads, with another parameter or its rows, and the axes of their own rows.
+
+    All rows are translated equally: other parameters cancel this times the first factor.
+    """
+    states = constants.capture.states
+    lookups, together = _lookups(constants)
+    names = [*states.values()]
+    for node, name in states.items():
+        own, along = node, _axes_of(node.meta["val"].shape)
+        while len(own.users) == 1:
+            (user,) = own.users
+            shape = tuple(own.meta["val"].shape)
+            move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in _MOVING else None
+            if move is None:
+                break
+            own, along = user, [move(part) for part in along]
+        user = next(iter(own.users), own)
+        equation = equation_of(user) if name_of(user) in operations(Trait.CONTRACT) - {"embedding"} else None
+        if equation is None or len(own.users) > 1 or names.count(name) > 1:
+            continue
+        factors: Any = user.args[1] if name_of(user) == "einsum" else user.args[:2]
+        first = indexed_by(factors[0], constants)[0]
+        index = index_of(first, name_of(first))[0] if first in lookups else None
+        biased = index is not None and len(together[indexed_by(index, constants)[0]]) > 1
+        if factors[0] is not factors[1] is own and (first in states or biased):
+            term, out = letters_of(equation)[1:]
+            axes = (axis for axis, part in enumerate(along) if all(term[at] in out for at in varying(part)))
+            yield name, frozenset(axes)
+
+
 def read_ahead(system: System, captures: Sequence[Constants]) -> None:
     """Record the parameters that are contracted with values, and those that are read in part.
 
@@ -156,6 +275,9 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
                 and _is_contracted(node, constants.capture.states)
             ):
                 system.weights.add(name)
+    if len(captures) == 1:
+        system.common |= {name: axes for name, axes in _rows_of_products(captures[0]) if name in system.weights}
+    system.weights -= _tables_of_biases(system, captures) | system.common.keys()
     reached: dict[str, list[Tensor]] = {}
     for constants in captures:
         found: dict[str, list[_Read]] = {}
@@ -205,15 +327,20 @@ def _by_axis(system: System, name: str) -> bool:
     return name in system.weights or math.prod(system.shape(name)) > _MOST
 
 
+def _axes_of(shape: Sequence[int]) -> list[Tensor]:
+    """Number the places along each axis from 1; thin."""
+    return [
+        1 + torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
+        for axis, size in enumerate(shape)
+    ]
+
+
 def _entries(system: System, name: str) -> list[Tensor]:
     """Number all entries of a tensor, or the places along each axis (thin), from 1."""
     shape = system.shape(name)
     if not _by_axis(system, name):
         return [1 + torch.arange(math.prod(shape)).reshape(shape)]
-    return [
-        1 + torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
-        for axis, size in enumerate(shape)
-    ]
+    return _axes_of(shape)
 
 
 def _readers(node: fx.Node, parts: Any, constants: Constants, cut: bool = False) -> Iterator[_Read]:

@@ -388,8 +388,8 @@ class Solution:
             return False
         for own in self._circular(alive, column):
             zero[own.numbers.numpy().ravel()] = zero[own.source.numpy().ravel()] = True
-        for pair in self.system.products:
-            one, two = sorted((own.numpy().ravel() for own in pair), key=len)
+        for pair in self.system.exclusions:
+            one, two = (own.numpy().ravel() for own in pair)
             if (lengths[one] * ~zero[one]).any() and (lengths[two] * ~zero[two]).any():
                 zero[one] = True
                 self.system.note("of additions to two factors of a product, one is left out")
@@ -472,9 +472,9 @@ class Solution:
     def _is_alive(self, own: Derived, column: Ints, lengths: Ints) -> bool:
         """Whether derived unknowns are unconstrained functions of their weights and sources.
 
-        Constrained unknowns vanish, block by block; the sources of two equal blocks are equated.
+        Constrained unknowns vanish, block by block; blocks that equal another one, up to other unknowns, are equated.
         """
-        forms, zero, unknowns = self.solved.forms, self.system.unknowns.zero, self.system.unknowns
+        zero, unknowns = self.system.unknowns.zero, self.system.unknowns
         numbers, source = (
             array.numpy().ravel()[blocks.numpy()]
             for array, blocks in zip((own.numbers, own.source), own.blocks, strict=True)
@@ -484,32 +484,38 @@ class Solution:
         moved = (lengths[source] > 0).any(1)
         if (moved & free).all():
             return True
-        first, start = int(own.numbers.min()), forms.indptr[numbers]
-        single = (lengths[numbers] == 1).all(1)
-        start = np.minimum(start, max(len(forms.indices) - 1, 0))
-        place = np.full(own.numbers.numel(), -1)
-        place[own.blocks[0].numpy().ravel()] = np.arange(own.numbers.numel())
-        like = np.full(len(numbers), -1)
-        if len(forms.indices):
-            target = self.solved.free[forms.indices[start]] - first
-            inside = (target >= 0) & (target < own.numbers.numel())
-            at = np.where(inside, place[np.where(inside, target, 0)], -1)
-            same = (
-                inside
-                & (np.abs(forms.data[start] - 1) < _NOTHING)
-                & (at % numbers.shape[1] == np.arange(numbers.shape[1]))
-            )
-            block = at // numbers.shape[1]
-            alike = single & same.all(1) & (block == block[:, :1]).all(1)
-            like[alike] = block[alike, 0]
-        for index in np.flatnonzero(~free & moved):
-            if like[index] >= 0 and like[index] != index:
-                unknowns.equate(torch.from_numpy(source[index]), torch.from_numpy(source[like[index]]))
+        bound = np.flatnonzero(~free & moved)
+        for index, like in zip(bound, self._like(own, numbers[bound], column), strict=True):
+            if like >= 0 and like != index:
+                for part in (source, numbers):
+                    unknowns.equate(torch.from_numpy(part[index]), torch.from_numpy(part[like]))
                 own.alike.add(int(index))
             else:
                 zero[numbers[index]] = zero[source[index]] = True
         zero[numbers[~moved]] = True
         return bool((moved & free).any())
+
+    def _like(self, own: Derived, numbers: Ints, column: Ints) -> Ints:
+        """Return for some blocks of derived unknowns the one other block that occurs in all of their forms, or -1.
+
+        Args:
+            own: The derived unknowns.
+            numbers: Blocks of them. Shape (blocks, places).
+            column: The column of each free unknown, -1 for others.
+        """
+        made, count, size = self.solved.forms[numbers.ravel()], numbers.shape[1], own.numbers.numel()
+        place = np.full(size, -1)
+        place[own.blocks[0].numpy().ravel()] = np.arange(size)
+        row = np.repeat(np.arange(numbers.size), np.diff(made.indptr))
+        target = self.solved.free[made.indices] - int(own.numbers.min())
+        inside = np.flatnonzero((target >= 0) & (target < size) & (np.abs(made.data - 1) < _NOTHING))
+        row, at = row[inside], place[target[inside]]
+        same = at % count == row % count
+        block = np.full(numbers.size, -1)
+        block[row[same]] = at[same] // count
+        blocks, free = block.reshape(numbers.shape), column[numbers] >= 0
+        most = np.where(free, -1, blocks).max(1)
+        return np.where((free | (blocks == most[:, None])).all(1), most, -1)
 
     def _circular(self, alive: list[Derived], column: Ints) -> list[Derived]:
         """Return the derived unknowns with circular definitions; save the others in `order`, each after its sources."""
@@ -520,7 +526,8 @@ class Solution:
             maker[made[made >= 0]] = index
         needs = []
         for own in alive:
-            used = maker[rising(forms[own.source.numpy().ravel()].indices)]
+            given = [own.source, *(own.halfway or ())]
+            used = maker[rising(forms[torch.cat([one.reshape(-1) for one in given]).numpy()].indices)]
             needs.append(set(used[used >= 0].tolist()))
         done: set[int] = set()
         self.order: list[Derived] = []

@@ -3,6 +3,7 @@
 See docs/theory/translations.md.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -170,6 +171,20 @@ class Translations:
     def shown(self) -> dict[str, Shown]:
         """The action of elements on named values inside the network."""
         return {} if self.parts is None else self.parts.shown
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the action of one element and then another is that of their sum, where they change two factors.
+
+        It is so if the unknowns are differences of values before and after, at the places that tell the others.
+        """
+        if self.parts is None or all(step.share == 1 for step in self.parts.steps):
+            return True
+        one, two = torch.randn(2, self.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        first = self.generic.known(one)
+        both = first + self.at(self.generic.after(one, first)).known(two)
+        at = np.concatenate([part.at.ravel() for part in self.parts.placed])
+        return np.allclose(both[at], self.generic.known(one + two)[at], rtol=0, atol=1e-9 * np.abs(both).max())
 
     @cached_property
     def may_move_one_by_one(self) -> set[str]:
@@ -364,7 +379,7 @@ class Located:
         known, changed = self.forms(self.values(element)), dict[bytes, Weights]()
         for step in self._steps:
             if known[step.source].any():
-                weights = self._changed(step, known, changed)
+                weights = self._changed(step, element, known, changed)
                 made = self._made(step, torch.from_numpy(known[step.source])[None], weights)
                 used, rows, forms, _ = self._forms_of(step)
                 values = made.reshape(-1).numpy()[used]
@@ -426,15 +441,17 @@ class Located:
                 self._frames[key] = directions, torch.from_numpy(scale)
         return self._frames[key]
 
-    def _changed(self, step: Step, known: Floats, found: dict[bytes, Weights]) -> Weights:
-        """Return the weights with their additions, as far as a relation's sum needs them; `found` holds those made."""
-        if not step.total:
+    def _changed(self, step: Step, element: Tensor, known: Floats, found: dict[bytes, Weights]) -> Weights:
+        """Return the weights with their additions, as far as they count for a step; `found` holds those made."""
+        if not step.changed:
             return self.weights
-        added = {part.name: known[part.at] for part in self.parts.free if part.name in step.total}
-        key = repr(sorted(step.names)).encode() + b"".join(own.tobytes() for own in added.values())
+        places = [part.at for part in self.parts.placed if part.name in step.changed]
+        key = repr((sorted(step.names), step.share)).encode() + b"".join(known[at].tobytes() for at in places)
         if key not in found:
             tensors = {name: self.tensors[name] for name in step.names}
-            tensors |= {name: self.weights.tensor(name) + torch.from_numpy(own) for name, own in added.items()}
+            for name, added in self._added(element, known, step.changed).items():
+                parts = [Summand(step.share * own.values, own.times) for own in added]
+                tensors[name] = functools.reduce(lambda t, own: own.added_to(t), parts, self.weights.tensor(name))
             found[key] = Weights(self.space, tensors)
         return found[key]
 
@@ -447,19 +464,27 @@ class Located:
         Returns:
             Summands that broadcast to the tensor, float64 on the CPU.
         """
+        return self._added(element, self.known(element), self.tensors.keys()) if bool(element.any()) else {}
+
+    def after(self, element: Tensor, known: Floats) -> dict[str, Tensor]:
+        """Return the tensors of all steps after an element has acted; `known` are its unknowns."""
+        names = {name for step in self._steps for name in step.names} | self.parts.forms.names
+        added = self._added(element, known, names)
+        return {name: functools.reduce(lambda t, own: own.added_to(t), added.get(name, ()), self.weights.tensor(name))
+                for name in names}  # fmt: skip
+
+    def _added(self, element: Tensor, known: Floats, names: Collection[str]) -> dict[str, list[Summand]]:
+        """Return the additions to some tensors, given all wanted unknowns that these are made of."""
         found: dict[str, list[Summand]] = {}
-        if not bool(element.any()):
-            return found
-        known = self.known(element)
         for part in self.parts.free:
-            if part.name in self.tensors and known[part.at].any():
+            if part.name in names and known[part.at].any():
                 found.setdefault(part.name, []).append(Summand(torch.from_numpy(known[part.at])))
         for rows in self.parts.readers:
-            there = rows.name in self.tensors and names_of(self.space, rows.coefficient) <= self.tensors.keys()
+            there = rows.name in names and names_of(self.space, rows.coefficient) <= self.tensors.keys()
             if there and known[rows.at].any():
                 found.setdefault(rows.name, []).append(self._of_rows(rows, known))
         for writers in self.parts.writers:
-            if writers.name in self.tensors and bool(element[writers.places].any()):
+            if writers.name in names and bool(element[writers.places].any()):
                 found.setdefault(writers.name, []).append(self.of_one(writers, element))
         return found
 

@@ -70,6 +70,7 @@ class Derived:
         total: For rows, the total of the relation.
         alike: Blocks that equations identify with another block, as their sources are equal.
         readings: The sources of the sums that changes of the weight add beside them; see :meth:`System.reading`.
+        halfway: The unknowns that are added to the weights, if these count with half of it; else None.
     """
 
     numbers: Tensor
@@ -81,6 +82,7 @@ class Derived:
     total: Total | None = None
     alike: set[int] = field(default_factory=set)
     readings: set[int | None] = field(default_factory=set)
+    halfway: Sequence[Tensor] | None = None
 
 
 class System:
@@ -99,6 +101,7 @@ class System:
         self.nodes: dict[Any, fx.Node] = {}
         self.free: dict[str, Tensor] = {}
         self.partial: dict[str, frozenset[int]] = {}  # axes that are read only in part
+        self.common: dict[str, frozenset[int]] = {}  # axes along which parameters are translated equally
         self.weights: set[str] = set()  # parameters contracted with values
         self.members: set[str] = set()  # parameters with separate units for each member along the first axis
         self.families: dict[str, dict[frozenset[int], Family]] = {}
@@ -107,10 +110,11 @@ class System:
         self.fixed: set[str] = set()  # weights with other readers
         self.derived: list[Derived] = []
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
-        self.products: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; one of each pair must vanish
+        self.exclusions: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; the first vanish if the others do not
         self.lengths: set[int] = set()  # of the inputs of the current capture
         self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length
+        self.exclusive = False  # whether the translations of two factors that are rows of tables exclude each other
         self.sources = 0
         self.notes: list[str] = []
         self.blind: dict[str, None] = {}  # notes: on users' rules that say too little, and on products of norms
@@ -129,6 +133,11 @@ class System:
     def shape(self, name: str) -> Shape:
         """Return the shape of a tensor."""
         return tuple(self.tensors[name].shape)
+
+    def exclude(self, one: Tensor | None, two: Tensor | None) -> None:
+        """Require that of two unknowns one vanishes: the array with fewer entries."""
+        if one is not None and two is not None:
+            self.exclusions.append((one, two) if one.numel() <= two.numel() else (two, one))
 
     def source(self) -> int:
         """Return an index for a new source of drift."""
@@ -181,6 +190,7 @@ class System:
         """Return a new system that knows this one's families from the start."""
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
+        new.exclusive, new.common = self.exclusive, self.common
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)
@@ -252,6 +262,10 @@ class System:
         atom, at = self.atom(value)
         return Coefficient(1.0, ((atom, 1, at),))
 
+    def added_to(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of some tensors that something may be added to."""
+        return frozenset(name for name in names if name in self.free or name in self.families)
+
     def note(self, text: str) -> None:
         """Add a note, once."""
         if text not in self.notes:
@@ -260,7 +274,7 @@ class System:
     def free_numbers(self, name: str) -> Tensor:
         """Return the unknown translation of a tensor, entry by entry; constant along axes that are read in part."""
         if name not in self.free:
-            partial = self.partial.get(name, frozenset())
+            partial = self.partial.get(name, frozenset()) | self.common.get(name, frozenset())
             shape = [1 if axis in partial else size for axis, size in enumerate(self.shape(name))]
             self.free[name] = self.unknowns.fresh(shape, FREE)
         return self.free[name]

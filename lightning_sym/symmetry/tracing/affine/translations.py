@@ -45,6 +45,7 @@ def find_translations(
     members: Collection[str] = (),
     keep: Collection[str] = (),
     outputs: bool = False,
+    exclusive: bool = False,
 ) -> Translations:
     """Find the translations of a network's tensors.
 
@@ -55,9 +56,10 @@ def find_translations(
         members: The names of tensors with separate units for each member along the first axis.
         keep: Weights with rows that keep their mean.
         outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
+        exclusive: Whether translations of two factors of a product always exclude each other.
     """
     try:
-        return _found(captures, tensors, constants, members, keep, outputs=outputs)
+        return _found(captures, tensors, constants, members, keep, outputs=outputs, exclusive=exclusive)
     except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
         found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
@@ -72,10 +74,11 @@ def _found(
     keep: Collection[str],
     *,
     outputs: bool,
+    exclusive: bool,
 ) -> Translations:
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
     system = System(tensors, tensors.keys() - known, known)
-    system.members = set(members)
+    system.members, system.exclusive = set(members), exclusive
     system.names = states_of(captures)
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]
@@ -249,10 +252,12 @@ class _Compiler:
     def _step(self, own: Derived) -> Step:
         columns = self.column[own.numbers.numpy().ravel()]
         unseen = None if own.unseen is None else self._at(own.unseen)
-        total = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
         evaluate: Any = own.evaluate
         names = frozenset(evaluate.names(self.system))
-        return Step(self._at(own.source), columns, own.evaluate, unseen, names, total, tuple(own.numbers.shape))
+        changed = frozenset() if own.total is None else frozenset(names_of_total(self.system, own.total))
+        changed, share = (self.system.added_to(names), 0.5) if own.halfway is not None else (changed, 1.0)
+        shape = tuple(own.numbers.shape)
+        return Step(self._at(own.source), columns, own.evaluate, unseen, names, changed, shape, share)
 
     def _pairs(self) -> Iterator[tuple[sparse.csr_matrix, sparse.csr_matrix, int]]:
         """Yield the forms of what is added to each output of weights that share changes, and of these changes.

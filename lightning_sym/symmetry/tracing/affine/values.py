@@ -158,6 +158,29 @@ class Relation:
 
 
 @dataclass
+class Lookup:
+    """Rows of a table at indices that depend on the input, or sums of rows: a linear function of the table.
+
+    Attributes:
+        table: The table. None for the indicators of the rows themselves, the rows of an identity matrix.
+        axis: Its axis of the rows.
+        source: The drift source of the indicators of rows: which row, perhaps counted over several indices.
+        functions: The index of the function at each entry, as of a drift; thin.
+        at: The place on the table's other axes at each entry, flattened; thin.
+        by: A factor.
+        total: The sum of the indicators over all rows.
+    """
+
+    table: "Value | None"
+    axis: int
+    source: int
+    functions: Tensor
+    at: Tensor
+    by: Coefficient = ONE
+    total: Coefficient = ONE
+
+
+@dataclass
 class Value:
     """A value of the graph and its possible changes.
 
@@ -174,6 +197,7 @@ class Value:
         more: Further summands of the translation that vary along other axes; combined when needed.
         held: The numbers that entries hold for every input, NaN elsewhere; thin. None if there are none.
         base: See `root`.
+        lookup: Its rows of a table; None for other values.
     """
 
     shape: Shape
@@ -186,6 +210,7 @@ class Value:
     learned: bool = False
     more: tuple[Tensor, ...] = ()
     held: Tensor | None = None
+    lookup: Lookup | None = None
     base: "tuple[Value, tuple[tuple[Any, int], ...], float] | None" = None
 
     @property
@@ -204,8 +229,9 @@ class Value:
         return self.translation is not None or bool(self.more) or bool(self.drifts)
 
     def with_(self, **changes: Any) -> "Value":
-        """Return a value with other attributes."""
-        return replace(self, **{"base": None, **changes})
+        """Return a value with other attributes; rows of a table are no such rows any more if what it shows changes."""
+        lost = {"base": None} if changes.keys() <= {"node", "held"} else {"base": None, "lookup": None}
+        return replace(self, **(lost | changes))
 
 
 def wide(array: Tensor, rank: int, lead: int = 0) -> Tensor:
