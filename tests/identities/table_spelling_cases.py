@@ -237,7 +237,7 @@ TABLES: dict[str, Function] = {
         each(OUTER, lambda own: lambda s, x: s.o(own(s.a(x), s.b(x)).tanh())), samples=90),
     "places with a width": Function({"a": of(L, 4, 3), "c": parameter(9, 3), "w": parameter(9), "o": of(L, 9, 7)},
         two_inputs(4), 7, each(GAUSSIANS, lambda own: lambda s, x: s.o((s.w * own(s.a(x), s.c)).tanh())), samples=90),
-    "factorisation machine": Function({"v": parameter(5, 2)}, two_inputs(5), 1,
+    "products of rows of a table": Function({"v": parameter(5, 2)}, two_inputs(5), 1,
         each(MACHINES, lambda own: lambda s, x: own(s.v, x)[:, None]), samples=60),
     "lengths of halves": Function({"a": of(L, 7, 6), "o": of(L, 3, 9)}, steps(7), 6,
         each(HALVES, lambda own: lambda s, x: s.o(own(s.a(x)))), samples=40),

@@ -204,7 +204,7 @@ def _norm_along(trace: Trace, value: Value, axes: Any, power: float, *, centred:
         kept = tuple(axis for axis in label.axes if axis not in gone)
         if len(kept) < len(label.axes):
             trace.constraints.keep_norm(label)
-            whole = trace.parts(label, kept, mixtures=True)
+            whole = trace.parts(label, kept, mixtures=True) if kept else trace.constraints.fresh((), ())
             if centred:
                 trace.constraints.keep_ones(label)
                 signs = trace.constraints.fresh_scales(whole.scale.shape)
