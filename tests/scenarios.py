@@ -29,6 +29,7 @@ from pytorch_lightning import Callback, LightningModule
 import lightning_sym.callbacks  # noqa: F401 (brings the tasks and whatever else scenarios need)
 import lightning_sym.cli.lightning  # noqa: F401
 from lightning_sym.callbacks import publishing
+from lightning_sym.symmetry import completeness
 
 
 class Scenarios:
@@ -156,6 +157,7 @@ def work(module: str, log: str, folder: str, arguments: dict[str, str]) -> int:
 if __name__ == "__main__":
     # Each process would learn anew how letters are drawn.
     publishing.publish_figure = as_pixel(publishing.publish_figure)
+    completeness.MOST_PARAMETERS = 0  # as in the tests themselves: see conftest.py
     digits().load()  # kept for all
     os.register_at_fork(after_in_child=settle_threads)
     gc.freeze()  # or the collector of each process would look through all that was imported, and so copy its pages
