@@ -34,11 +34,11 @@ board: $(VENV)/.installed
 test test-long: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Tests of several processes, whole recipes, and the code of the guides; also part of .ci/run.
 test-long: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and not slow and not pretend_device'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'long and not slow and not pretend_device'
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m slow

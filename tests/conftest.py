@@ -5,7 +5,6 @@ import gc
 import inspect
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -46,9 +45,9 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked ``few``, keep one in so many and those named; make as many long, the rest slow.
+    """Of the cases of a test marked ``few``, keep one in so many and those named; of the rest, make half as many long.
 
-    Cases that are marked slow do not count. `make test-slow` runs the rest.
+    All others are slow: `make test-slow` runs them. Cases that are marked slow do not count.
     """
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -62,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"few of {test} names {lacking}, and the cases are {[*named]}")
         for place, (name, case) in enumerate(named.items()):
             if place % count and name not in always:
-                case.add_marker("long" if place % count == count // 2 else "slow")
+                case.add_marker("long" if place % (2 * count) == count // 2 else "slow")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -140,14 +139,12 @@ def unproven(traced_once: Callable[..., Any]) -> Iterator[None]:
     Yields:
         Nothing.
     """
+    from helpers import replace_traces
+
     from lightning_sym import callbacks, tasks  # noqa: F401 (brings all that traces)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if re.match(r"lightning_sym\.(tasks|stitching|reports|callbacks)\b", name) and "trace_symmetry" in vars(
-                module
-            ):
-                patch.setattr(module, "trace_symmetry", traced_once)
+        replace_traces(traced_once, patch.setattr)
         yield
 
 

@@ -152,6 +152,13 @@ def too_small(figure: Figure, width: float = 420, height: float = math.inf, leas
     return [f"{t.get_text()!r}: {t.get_size() * per_point:.1f}" for t in shown if t.get_size() * per_point < least]
 
 
+def replace_traces(trace: Callable[..., Any], set_attribute: Callable[[ModuleType, str, Any], None] = setattr) -> None:
+    """Have the imported tasks, reports and callbacks call ``trace`` in place of ``trace_symmetry``."""
+    for name, module in list(sys.modules.items()):
+        if re.match(r"lightning_sym\.(tasks|stitching|reports|callbacks)\b", name) and "trace_symmetry" in vars(module):
+            set_attribute(module, "trace_symmetry", trace)
+
+
 def as_pixel(publish_figure: Callable[..., None]) -> Callable[..., None]:
     """Return ``publish_figure`` with a white pixel in place of what the file would show.
 

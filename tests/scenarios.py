@@ -23,12 +23,13 @@ from typing import Any
 import torch
 import torch.utils.tensorboard  # noqa: F401
 from fits import digits, fit, saving
-from helpers import as_pixel
+from helpers import as_pixel, replace_traces
 from pytorch_lightning import Callback, LightningModule
 
 import lightning_sym.callbacks  # noqa: F401 (brings the tasks and whatever else scenarios need)
 import lightning_sym.cli.lightning  # noqa: F401
 from lightning_sym.callbacks import publishing
+from lightning_sym.symmetry import completeness, trace_symmetry
 
 
 class Scenarios:
@@ -156,6 +157,9 @@ def work(module: str, log: str, folder: str, arguments: dict[str, str]) -> int:
 if __name__ == "__main__":
     # Each process would learn anew how letters are drawn.
     publishing.publish_figure = as_pixel(publishing.publish_figure)
+    # As in other tests about other things than symmetries: see conftest.py.
+    completeness.MOST_PARAMETERS = 0
+    replace_traces(lambda *arguments, **options: trace_symmetry(*arguments, **{**options, "check": False}))
     digits().load()  # kept for all
     os.register_at_fork(after_in_child=settle_threads)
     gc.freeze()  # or the collector of each process would look through all that was imported, and so copy its pages

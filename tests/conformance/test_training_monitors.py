@@ -126,14 +126,14 @@ def test_fast_dev_run_leaves_no_files(tmp_path):
 @pytest.fixture(
     scope="module",
     params=[
-        (plain, None, {"every_n_epochs": 2}),
         (plain, 2, {"every_n_steps": 2}),
-        (zoo, None, {"every_n_steps": 3, "members": [1]}),
-        (zoo, 2, {}),
+        (zoo, None, {"every_n_epochs": 2, "members": [1]}),
+        pytest.param((plain, None, {}), marks=pytest.mark.slow),
+        pytest.param((zoo, 2, {"every_n_steps": 3}), marks=pytest.mark.slow),
     ],
-    ids=["plain", "plain, saved in steps", "zoo", "zoo, saved in steps"],
+    ids=["plain, saved in steps", "zoo", "plain", "zoo, saved in steps"],
 )
-def resumed(request, tmp_path_factory):
+def resumed(request, tmp_path_factory, unproven):
     """Return folders of a run that was interrupted and of one that was not."""
     task, saved_every, settings = request.param
     whole, part = (tmp_path_factory.mktemp(name) for name in ("whole", "part"))

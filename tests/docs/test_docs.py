@@ -30,7 +30,7 @@ from guides import (
     settings,
     source_files,
 )
-from helpers import assert_refused, one_in
+from helpers import assert_refused, one_in, replace_traces
 
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.tasks._members import check_data
@@ -116,11 +116,11 @@ QUICK = {
 }
 
 
-@pytest.mark.usefixtures("few_steps")
+@pytest.mark.usefixtures("few_steps", "part_of_mnist")
 @pytest.mark.filterwarnings("ignore:The learning rate comes to its lowest")  # fewer epochs than the guide has
 @pytest.mark.timeout(900)
 def test_commands_on_files_of_the_readers_own_run_in_their_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, traced_once: Callable[..., Any]
 ) -> None:
     """As the installed program does: the folder is not on the module path until a command names a module in it."""
     text = (ROOT / "docs" / "your-own.md").read_text()
@@ -136,6 +136,8 @@ def test_commands_on_files_of_the_readers_own_run_in_their_folder(
     exec(compile(files["my_networks"], "my_networks", "exec"), namespace)
     for name in ("first.pt", "second.pt"):
         torch.save(namespace["Plain"](width=8).state_dict(), name)
+    importlib.import_module("lightning_sym.callbacks")  # brings all that traces
+    replace_traces(traced_once, monkeypatch.setattr)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
     lines = [line for block in blocks(text, "sh") for line in block.splitlines()]
     assert len(lines) == 15

@@ -36,6 +36,7 @@ def test_there_are_three():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_what_its_file_does(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "2")
     notebook = read(path)
     stored = shape(notebook)
     tool.run(notebook)

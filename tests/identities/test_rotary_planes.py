@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_refused
+from helpers import assert_refused, one_in
 from orbit_laws import (
     assert_a_group_acts,
     assert_dimension_is_the_nullity,
@@ -273,7 +273,7 @@ def test_a_modulus_that_units_share_leaves_no_phase_to_one_of_them():
 
 
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("turn", CONVENTIONS)
+@pytest.mark.parametrize("turn", one_in(2, CONVENTIONS))
 def test_one_position_is_traced_as_several(turn, check):
     torch.manual_seed(0)
     network = Attention(turn).double()

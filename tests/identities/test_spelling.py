@@ -48,7 +48,7 @@ SHORT: dict[str, Collection[str]] = {
 
 
 # Spellings traced each time, of each function: its first ones (four of those in `FUNCTIONS`, otherwise one), and the
-# following ones, which reach lines of the package that few others reach. Every third other is long, the rest slow.
+# following ones, which reach lines of the package that few others reach. Every ninth other is long, the rest slow.
 FIRST_OF_FUNCTIONS, FIRST = 2, 1
 REACHING: dict[str, Collection[str]] = {
     "LSTM by hand": {"two products"}, "attention, causal": {"exp of a triangle", "exp over sum, stable",
@@ -238,7 +238,7 @@ def test_what_is_listed_is_a_spelling() -> None:
 
 
 @pytest.mark.long  # a test of the cases only
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", one_in(3, ALL))
 def test_nullity(name: str) -> None:
     rows = jacobian(ALL[name])
     values = torch.linalg.svdvals(rows)
@@ -260,7 +260,7 @@ def test_all_spellings_are_one_function(name: str) -> None:
 
 def marks(name: str, spelling: str) -> list[pytest.MarkDecorator]:
     falls_short = [pytest.mark.xfail(strict=True, raises=AssertionError)] * short(name, spelling)
-    seldom = pytest.mark.slow if LISTED.index((name, spelling)) % 3 else pytest.mark.long
+    seldom = pytest.mark.slow if LISTED.index((name, spelling)) % 9 else pytest.mark.long
     return falls_short + [seldom] * (not often(name, spelling))
 
 

@@ -198,8 +198,8 @@ MODELS: dict[str, Model] = {
         8832 + 2688 + 768 + 8832, 8832 + 2688 + 768 + 8832 + 5, shifts=42011, dense=4416 * 2 * 31,
         rotations=(191, 383, 767), tilts=4 * (96 + 192 + 384), notes=1),
 }  # fmt: skip
-# Two with 130 and 86 million weights, twice in float64, and those whose kinds of layers others have, too.
-SLOW = {"vgg11_bn", "vit_b_16", "densenet121", "efficientnet_b0", "mobilenet_v2", "regnet_y_400mf"}
+# Three with 28 to 130 million weights, twice in float64, and those whose kinds of layers others have, too.
+SLOW = {"vgg11_bn", "vit_b_16", "swin_t", "densenet121", "efficientnet_b0", "mobilenet_v2", "regnet_y_400mf"}
 
 
 @pytest.mark.parametrize(

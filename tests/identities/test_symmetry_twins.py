@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Fixed, Program, of
+from helpers import Fixed, Program, of, one_in
 from symmetry_family_cases import L, difference, evaluate, randomise
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -440,7 +440,7 @@ def is_one_sentence(message: str) -> bool:
     return "\n" not in message and 20 < len(message) < 600
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", one_in(2, REFUSED))
 @pytest.mark.long
 def test_twin_of_another_function_is_refused(name: str) -> None:
     make, other, shape = REFUSED[name]

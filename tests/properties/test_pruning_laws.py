@@ -35,7 +35,7 @@ def residual(channels: int, units: int, first: str, second: str) -> nn.Module:
     return CIFARResNet(width=channels, in_channels=1, image_size=4, num_classes=3, shortcut="AB"[units % 2])
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     make=st.sampled_from([convolutional, convolutional, residual]),
     sizes=st.tuples(st.integers(2, 4), st.integers(2, 5)),

@@ -35,64 +35,88 @@ def row(path: Path) -> str:
     return f"|[`{path.name}`]({path.name})|{header(path)[0]}|"
 
 
-# Importing torch and Lightning takes seconds of a processor: one process imports them, and each Python script runs in a
-# fork of it, which shares nothing else with other scripts. On each line comes a folder with the script's name.
+# Importing torch and Lightning takes seconds of a processor: one process imports them, and each Python script and each
+# installed program that a shell script calls runs in a fork of it, which shares nothing else with others.
 FORKS = """
-import os, runpy, sys, traceback
-import lightning_sym.callbacks, lightning_sym.figures
-for line in sys.stdin:
-    folder, name = os.path.split(line.strip())
-    if not (child := os.fork()):
-        status = 1
-        try:
-            os.chdir(folder)
-            log = os.open("log.txt", os.O_CREAT | os.O_WRONLY)
-            os.dup2(log, 1), os.dup2(log, 2)
-            sys.path[0], sys.argv = folder, [name]
-            runpy.run_path(name, run_name="__main__")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+import json, os, runpy, socket, sys, traceback
+import lightning_sym.callbacks, lightning_sym.cli.lightning, lightning_sym.figures
+programs, place = sys.argv[1:]
+with socket.socket(socket.AF_UNIX) as door:
+    door.bind(place)
+    door.listen()
+    print("ready", flush=True)
+    while True:
+        caller, _ = door.accept()
+        message, files, _, _ = socket.recv_fds(caller, 1 << 20, 3)
+        if not (child := os.fork()):
+            status = 1
+            try:
+                folder, environment, (name, *sys.argv) = json.loads(message)
+                os.chdir(folder)
+                os.environ.update(environment)
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                sys.path[0] = folder
+                if (program := os.path.basename(name)) != "script":
+                    sys.path[0], sys.argv = programs, [name, *sys.argv]
+                runpy.run_path(sys.argv[0] if program == "script" else f"{programs}/{program}", run_name="__main__")
+                status = 0
+            except SystemExit as end:
+                status = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+        for file in files:
+            os.close(file)
+        caller.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+        caller.close()
+"""
+CALL = """
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as caller:
+    caller.connect(PLACE)
+    socket.send_fds(caller, [json.dumps([os.getcwd(), dict(os.environ), sys.argv]).encode()], [0, 1, 2])
+    sys.exit(int(caller.recv(9) or 1))
 """
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Callable[[Path, Path], None]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path, Path], None]]:
     """Give a function that runs a script in a folder as people do, in an environment that knows nothing of the source.
+
+    A script that kills what it has started gets the program itself.
 
     Yields:
         The function, of the script and the folder.
     """
     own = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYTEST", "LIGHTNING_SYM"))}
     own |= {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [f"{PROGRAMS}/python", "-c", FORKS], cwd="/", env=own, stdin=pipe, stdout=pipe, text=True
-    ) as forks:
+    calls = tmp_path_factory.mktemp("calls")
+    for name in ("lightning-sym", "script"):
+        (calls / name).write_text(f"#!{sys.executable} -SE{CALL.replace('PLACE', repr(str(calls / 'door')))}")
+        (calls / name).chmod(0o755)
+    line = [f"{PROGRAMS}/python", "-c", FORKS, PROGRAMS, str(calls / "door")]
+    with subprocess.Popen(line, cwd="/", env=own, stdout=subprocess.PIPE, text=True) as forks:
+        assert forks.stdout is not None
+        assert forks.stdout.readline() == "ready\n"
 
         def run(path: Path, folder: Path) -> None:
             for file in (path, *MODULES):
                 shutil.copy(file, folder)
-            if path.suffix == ".py":
-                assert forks.stdin is not None
-                assert forks.stdout is not None
-                print(folder / path.name, file=forks.stdin, flush=True)
-                status = int(forks.stdout.readline())
-            else:
-                with open(folder / "log.txt", "w") as log:
-                    line = ["sh", "-e", path.name]
-                    status = subprocess.run(line, cwd=folder, env=own, stdout=log, stderr=log).returncode
+            line = [str(calls / "script")] if path.suffix == ".py" else ["sh", "-e"]
+            forked = "kill" not in path.read_text()
+            there = own | {"PATH": f"{calls}{os.pathsep}{own['PATH']}"} if forked else own
+            with open(folder / "log.txt", "w") as log:
+                done = subprocess.run([*line, path.name], cwd=folder, env=there, stdout=log, stderr=log)
             said = (folder / "log.txt").read_text()[-3000:]
-            assert status == 0, said
+            assert done.returncode == 0, said
             assert said or path == TRAINING, f"{path.name} says nothing"
             for place in re.findall(r"`(\S+)`", header(path)[2]):
                 assert (folder / place).exists(), f"{path.name} makes no {place}: {said}"
 
         yield run
-        forks.stdin.close()
+        forks.kill()
 
 
 @pytest.fixture(scope="module")

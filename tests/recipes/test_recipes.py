@@ -178,7 +178,7 @@ def without_another_process(monkeypatch, trials, tmp_path_factory):
     monkeypatch.setattr("lightning_sym.cli.requirements._run", run)
 
 
-@pytest.mark.usefixtures("without_another_process", "part_of_mnist")
+@pytest.mark.usefixtures("without_another_process", "part_of_mnist", "unproven")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in EMBEDDED]
 )
