@@ -436,6 +436,8 @@ def normed_if_long(s, x):
     h = s.a(x)
     return s.b(tanh(h if x.shape[1] < 6 else F.layer_norm(h, (8,))))
 
+tables.row("threshold_of_each_unit", UNITS, lambda s, x: s.b((h := s.a(x)) * (h > s.t)), t=parameter(8))
+tables.row("exponentials_of_halves", UNITS, lambda s, x: s.b(torch.exp(-s.a(x) / 2)))
 tables.row("other_head_for_long_inputs", UNITS, lambda s, x: (s.b if x.shape[1] < 6 else s.c)(relu(s.a(x))),
     more=[normal(7, 5)], fresh=[normal(1, 5), normal(9, 5)], c=B)
 tables.row("other_activation_for_long_inputs", group([8]),

@@ -101,6 +101,23 @@ PAIRS: dict[str, Callable[[Tensor], Tensor]] = {
     "every other": lambda h: (h[..., ::2].square() + h[..., 1::2].square()).sqrt(),
     "unbind": lambda h: sum(own**2 for own in h.unflatten(-1, (3, 2)).unbind(-1)).sqrt(),  # type: ignore[union-attr]
 }
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Read a sum of outer products, step by step."""
+    state, results = torch.zeros(len(q), 3, 2, dtype=q.dtype), []
+    for step in range(q.shape[1]):
+        state = state + k[:, step, :, None] * v[:, step, None]
+        results.append((q[:, step, :, None] * state).sum(1))
+    return torch.stack(results, 1)
+
+
+# Linear attention to earlier steps: matrices of queries and keys, of values, and one scale of all readers.
+RECALLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "loop": recurrent,
+    "matmul": lambda q, k, v: (q @ k.mT).tril() @ v,
+    "cumsum": lambda q, k, v: torch.einsum("bti,btij->btj", q, torch.einsum("bti,btj->btij", k, v).cumsum(1)),
+}
 # Gaussians around learned places, with a width: their common scale, rotations and translations.
 GAUSSIANS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cdist": lambda h, c: torch.cdist(h, c) ** 2,
@@ -235,6 +252,9 @@ TABLES: dict[str, Function] = {
         each(OUTER, lambda own: lambda s, x: s.o(own(s.a(x), s.b(x)))), samples=90),
     "tanh of an outer product": Function({"a": of(L, 4, 3), "b": of(L, 4, 2), "o": of(L, 6, 7)}, two_inputs(4), 1,
         each(OUTER, lambda own: lambda s, x: s.o(own(s.a(x), s.b(x)).tanh())), samples=90),
+    "linear attention, recurrent": Function({name: of(L, 4, size, bias=False) for name, size in zip("qkv", (3, 3, 2),
+        strict=True)} | {"o": of(L, 2, 9)}, steps(4), 14,
+        each(RECALLED, lambda own: lambda s, x: s.o(own(s.q(x), s.k(x), s.v(x)))), samples=40),
     "places with a width": Function({"a": of(L, 4, 3), "c": parameter(9, 3), "w": parameter(9), "o": of(L, 9, 7)},
         two_inputs(4), 7, each(GAUSSIANS, lambda own: lambda s, x: s.o((s.w * own(s.a(x), s.c)).tanh())), samples=90),
     "products of rows of a table": Function({"v": parameter(5, 2)}, two_inputs(5), 1,

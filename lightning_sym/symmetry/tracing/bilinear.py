@@ -4,7 +4,7 @@ import functools
 import math
 import string
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     permuted,
     plain_terms,
     reshaped,
+    shown,
     without,
 )
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, reduced
@@ -245,3 +246,67 @@ def _is_layer(r: Rewriter, node: Any) -> bool:
     while r.name(node) in VIEWS or (r.name(node) == "getitem" and r.name(node.args[0]) in operations(Trait.PARTS)):
         node = node.args[0] if r.name(node) in VIEWS else node.args[0].args[0]
     return r.name(node) in {"linear", "embedding"} | operations(Trait.CONVOLVE)
+
+
+# Layers on outer products.
+
+
+class Outer(NamedTuple):
+    """An outer product that a linear layer reads as a vector.
+
+    Attributes:
+        parts: The two factors, with an axis of size 1 for each axis of the other one; or the result of a sum, or of
+            elementwise functions.
+        lead: The number of leading axes.
+        sizes: The sizes of the product's further axes.
+    """
+
+    parts: tuple[fx.Node, ...]
+    lead: int
+    sizes: tuple[int, ...]
+
+    def read_by(self, r: Rewriter, weight: fx.Node, bias: Any) -> fx.Node:
+        """Insert the layer, given its weight with an axis for each axis of the product."""
+        lead, axes = string.ascii_lowercase[: self.lead], string.ascii_uppercase[: len(self.sizes)]
+        told = [without(r, part, lead + axes, _of_size_one(r, part, lead + axes)) for part in self.parts]
+        (value, first), *rest = told
+        equation = ",".join([first, f"Z{axes}", *(term for _, term in rest)])
+        result = r.insert(aten.einsum.default, f"{equation}->{lead}Z", [value, weight, *(part for part, _ in rest)])
+        return result if bias is None else r.insert(aten.add.Tensor, result, bias)
+
+
+def _of_size_one(r: Rewriter, part: fx.Node, letters: str) -> list[str]:
+    return [own for own, size in zip(letters, r.shape(part), strict=True) if size == 1 and own.isupper()]
+
+
+def outer_read_by(r: Rewriter, node: fx.Node) -> Outer | None:
+    """Return the outer product (or sum) of two values that a linear layer reads, perhaps behind other functions."""
+    flat: Any = node.args[0]
+    value: Any = flat.args[0] if r.name(flat) in VIEWS else None
+    product: Any = value
+    while r.name(product) in operations(Trait.POINTWISE):
+        product = product.args[0]
+    column = r.name(product) == "matmul" and r.shape(product.args[0])[-1] == 1
+    if not column and r.name(product) not in ("mul", "add", "sub"):
+        return None
+    lead, whole = r.shape(flat)[:-1], r.shape(product)
+    sizes, parts = whole[len(lead) :], product.args[:2]
+    if whole[: len(lead)] != lead or len(sizes) < 2 or r.shape(flat)[-1] != math.prod(sizes):
+        return None
+    if any(r.made_of(part) != "inputs" or len(r.shape(part)) != len(whole) for part in parts):
+        return None
+    one, two = ([size > 1 for size in r.shape(part)[len(lead) :]] for part in parts)
+    if any(size > 1 and own == other for size, own, other in zip(sizes, one, two, strict=True)):
+        return None
+    apart = product is value and r.name(product) in ("mul", "matmul")
+    return Outer(tuple(parts) if apart else (value,), len(lead), sizes)
+
+
+def outer_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a linear layer on an outer product, with a weight that was an array: products of all elements."""
+    weight: Any = node.args[1]
+    if not weight.meta["val"].is_contiguous() or (outer := outer_read_by(r, node)) is None:
+        return None
+    shape = (r.shape(weight)[0], *outer.sizes)
+    matrices = [one for one in shown(r, weight) if r.shape(one) == shape and one.meta["val"].is_contiguous()]
+    return outer.read_by(r, matrices[0], argument(node, 2, "bias")) if matrices else None

@@ -1,7 +1,7 @@
 """Read layers whose outputs are the weights of further layers, as in hypernetworks, as arrays in these weights' shape.
 
 The outputs of such a layer are the entries of a matrix, with units on each axis. Its own weight therefore gets an axis
-for each axis of the matrix.
+for each axis of the matrix. The weight of a layer that reads an outer product has one for each axis of the product.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import Piece
+from lightning_sym.symmetry.tracing.bilinear import outer_read_by
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.contractions import outer_read_by
 from lightning_sym.symmetry.tracing.coordinates import varies
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations

@@ -27,6 +27,9 @@ Each function has one spelling:
 - linear attention: attention with products as weights; by hand q (k v) for (q k) v, q Σ k for Σ q k.
 - bilinear form: ``matmul`` of two layers' outputs, one scaled; by hand one row of a layer that reads their product;
   einsum.
+- layer on an outer product: its weight with an axis for each factor; by hand ``flatten``, ``einsum``, ``bmm``.
+- scalar product of two rows of a table: ``matmul``; by hand ``(v * w).sum()``, ``dot``.
+- bias before an exponential: a gain ``exp(b)`` behind it, where the group then has more scales.
 - weighted mean: a product with a softmax; by hand a masked sum over a count.
 - function of one variable: linear, homogeneous, odd, even; by hand chains of elementwise operations (`chains.py`).
 - part of an elementwise function: the same on the part; by hand ``tanh(h)[..., :4]``, ``chunk``.
@@ -54,6 +57,7 @@ from lightning_sym.symmetry.tracing.bilinear import (
     bilinear_row,
     mean_product,
     number_of_weights,
+    outer_product,
     product_of_rows,
     summed_product,
 )
@@ -68,7 +72,6 @@ from lightning_sym.symmetry.tracing.contractions import (
     layout,
     matmul,
     narrow_convolution,
-    outer_product,
     permuted,
     reshaped,
     shown,
