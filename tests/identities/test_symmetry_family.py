@@ -26,7 +26,7 @@ SHIFTS = {
             "shared": "linear_behind_which_two_norms_stand norm_behind_two_layers norm_of_the_input_and_of_units "
             "linear_with_and_without_its_norm two_norms_in_front_of_tanh bias_of_two_weights "
             "weight_of_a_grouped_and_of_a_plain_convolution bias_with_and_without_a_norm one_gain_for_two_paths "
-            "weight_of_a_linear_layer_and_of_a_convolution gain_and_its_square",
+            "gain_and_its_square",
             "copies": "one_key_for_all_queries one_key_broadcast_to_all_queries",
         },
         4: {
@@ -49,7 +49,7 @@ SHIFTS = {
             "rows_and_columns cropped_by_negative_padding gathered relative_keys relative_logits_cut_to_length "
             "second_half_for_long_inputs recurrence_of_any_length",
             "constants": "sinusoids_that_are_saved layer_behind_sinusoids",
-            "writes": "recurrent_steps_into_empty steps_that_read_the_buffer",
+            "writes": "recurrent_steps_into_empty steps_that_read_the_buffer slice_of_ones slice_of_a_filled_tensor",
             "shared": "linear_stream_of_tied_blocks",
         },
         9: {"tables": "weights_of_rows_plus_a_mask"},
@@ -58,6 +58,7 @@ SHIFTS = {
         14: {"tables": "table_behind_a_linear_layer", "shared": "layer_norm_of_two_layers"},
         15: {"shared": "layer_norm_used_twice_in_series"},
         16: {"shared": "gated_recurrence"},
+        18: {"shared": "weight_of_a_linear_layer_and_of_a_convolution"},
         24: {"writes": "view_of_what_is_written_later"},
     }.items()
     for family, names in families.items()

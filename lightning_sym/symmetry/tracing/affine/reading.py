@@ -1,7 +1,7 @@
 """Constants of a capture, and the parts of the network's tensors that operations read."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -262,10 +262,15 @@ def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int
             yield name, frozenset(axes)
 
 
-def read_ahead(system: System, captures: Sequence[Constants]) -> None:
+def read_ahead(system: System, captures: Sequence[Constants], scaled: Callable[[str, int], bool]) -> None:
     """Record the parameters that are contracted with values, and those that are read in part.
 
     Longer inputs may read more along axes that are read in part, so translations must be constant along these.
+
+    Args:
+        system: What is known.
+        captures: The captures.
+        scaled: Whether scales or signs act differently on the positions along an axis of a tensor.
     """
     for constants in captures:
         for node, name in constants.capture.states.items():
@@ -276,7 +281,10 @@ def read_ahead(system: System, captures: Sequence[Constants]) -> None:
             ):
                 system.weights.add(name)
     if len(captures) == 1:
-        system.common |= {name: axes for name, axes in _rows_of_products(captures[0]) if name in system.weights}
+        for name, rows in _rows_of_products(captures[0]):
+            # Rows with scales of their own are not translated equally.
+            if name in system.weights and not any(scaled(name, axis) for axis in rows):
+                system.common[name] = rows
     system.weights -= _tables_of_biases(system, captures) | system.common.keys()
     reached: dict[str, list[Tensor]] = {}
     for constants in captures:

@@ -4,7 +4,7 @@ See docs/theory/translations.md.
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ def find_translations(
     *,
     members: Collection[str] = (),
     keep: Collection[str] = (),
+    scaled: Callable[[str, int], bool] = lambda name, axis: False,
     outputs: bool = False,
     exclusive: bool = False,
 ) -> Translations:
@@ -55,11 +56,12 @@ def find_translations(
         constants: The names of tensors in no state dict.
         members: The names of tensors with separate units for each member along the first axis.
         keep: Weights with rows that keep their mean.
+        scaled: Whether scales or signs act differently on the positions along an axis of a tensor.
         outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
         exclusive: Whether translations of two factors of a product always exclude each other.
     """
     try:
-        return _found(captures, tensors, constants, members, keep, outputs=outputs, exclusive=exclusive)
+        return _found(captures, tensors, constants, members, keep, scaled, outputs=outputs, exclusive=exclusive)
     except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
         found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
@@ -72,6 +74,7 @@ def _found(
     constants: Collection[str],
     members: Collection[str],
     keep: Collection[str],
+    scaled: Callable[[str, int], bool],
     *,
     outputs: bool,
     exclusive: bool,
@@ -82,7 +85,7 @@ def _found(
     system.names = states_of(captures)
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]
-    read_ahead(system, read)
+    read_ahead(system, read, scaled)
     while True:
         marked: dict[str, Value | None] = {}
         interpreters = []
