@@ -1,6 +1,7 @@
 """Derive the symmetry of a network: capture, normal form, labels, group, translations, verification."""
 
 import contextlib
+import copy
 import functools
 import gc
 import warnings
@@ -33,6 +34,8 @@ from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tracer import Tracer
 
 _MOST_SETS = 4  # of equal modules that are tried one by one, if all together lose elements
+_PAIRS = 4  # of random elements whose products are compared
+_SAME = 1e-7  # relative and absolute difference of weights that count as equal
 
 
 def trace_symmetry(
@@ -128,6 +131,9 @@ def trace_symmetry(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
         captures, known = _exchanging(trace, captures, derive) if exchange else (captures, None)
+        if trace.stacked and not tensors.weightless and not _compose(known, network):
+            trace.stacked = ()
+            captures, known = [trace(captured.call) for captured in captures], None
         captures, known = _splitting(trace, captures, known or derive(captures), derive)
 
         def begin(found: Sequence[Capture]) -> Symmetry:
@@ -180,6 +186,25 @@ def _exchanging(
     for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
         captures = attempt([one]) or captures
     return captures, best
+
+
+def _compose(symmetry: Symmetry | None, network: nn.Module) -> bool:
+    """Whether two random elements act one after the other as their product does, and the inverse undoes an element.
+
+    Exchanged modules may share translations that their exchange does not carry along.
+    """
+    if symmetry is None:
+        return True
+    seed, network = torch.Generator().manual_seed(0), copy.deepcopy(network).double()
+    for _ in range(_PAIRS):
+        one, two = (symmetry.sample(seed) for _ in range(2))
+        moved = symmetry.act(one, network)
+        both = symmetry.act(two, moved), symmetry.act(symmetry.compose(two, one), network)
+        for pair in (both, (symmetry.act(symmetry.inverse(one), moved), network)):
+            states = ([own for own in each.state_dict().values() if own.is_floating_point()] for each in pair)
+            if not all(torch.allclose(a, b, rtol=_SAME, atol=_SAME) for a, b in zip(*states, strict=True)):
+                return False
+    return True
 
 
 def _splitting(

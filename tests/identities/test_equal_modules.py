@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import Program, of, parameter
+from orbit_laws import assert_a_group_acts
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -590,3 +591,22 @@ def test_all_other_sets_are_exchanged_beside_one_that_cannot_be() -> None:
     network = Sets()
     _, _, symmetry = traced(network, torch.randn(7, 3))
     assert len(symmetry.structure.charts.stacks) == 5 * 4
+
+
+def test_elements_compose_where_branches_are_added() -> None:
+    """The branches share translations that an exchange would not carry along: they keep their places."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a, self.b, self.last = nn.Linear(7, 4), nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.last(torch.tanh((self.a(h) + self.b(h)) / 2))
+
+    torch.manual_seed(0)
+    network, x = Added().double(), torch.randn(40, 7, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    assert symmetry.dimension == symmetry.nullity == 45
+    assert_a_group_acts(symmetry, network, 1e-12, x)

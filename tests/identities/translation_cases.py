@@ -165,7 +165,7 @@ CASES["keys that are weights"] = Case(lambda s, x: s.o((s.q(x) @ s.k[: x.shape[1
 # Outputs of other sizes.
 added("tiny outputs", lambda s, x: 1e-30 * s.b(s.a(x).relu()), 0)
 added("tiny output beside", lambda s, x: (s.c(x), 1e-12 * s.b(s.a(x).relu())), 0, c=of(L, 5, 3))
-added("tiny stream", lambda s, x: s.b(s.c(x) + 1e-12 * s.a(x)), 16, c=of(L, 5, 8))
+added("tiny stream", lambda s, x: s.b(s.c(x) + 1e-12 * s.a(x)), 56, c=of(L, 5, 8))
 added("large and small output", lambda s, x: (1e8 * s.b(s.a(x)), 1e-8 * s.c(s.a(x))), 8, c=of(L, 8, 2))
 added("tiny reader", lambda s, x: (s.b(layer_norm(s.a(x))), 1e-10 * s.a(x)), 3)
 added("large and small channels", lambda s, x: s.b(layer_norm(s.a(x) * s.by)), 9,

@@ -82,7 +82,8 @@ class Trace(Joining):
             value = self.elementwise(value, signs=signs and self.affine)
             return replace(value, offset=offset) if signs and self.affine else value
         labels = []
-        if len(value.labels) > 1 and (first := next((label for label in value.labels if label.axes), None)):
+        first = next((label for label in value.labels if label.axes), None)
+        if len(value.labels) > 1 and first is not None and not any(map(self.stacks.holds, value.labels)):
             value = self._lending(value, first.axes[0])  # only the product of the labels' scales counts
         for label in value.labels:
             self.constraints.restrict(label)
