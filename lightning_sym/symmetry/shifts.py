@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,9 +54,13 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept
     found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}
-    scaled = functools.partial(_is_scaled, structure)
     find = functools.partial(
-        find_translations, captures, constants=kept, members=labels.stacked, keep=flipped, scaled=scaled
+        find_translations,
+        captures,
+        constants=kept,
+        members=labels.stacked,
+        keep=flipped,
+        scaled=structure.scales_differ,
     )
     if wanted:
         found = find(states)
@@ -78,17 +81,6 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         return find(shapes, outputs=True).dimension - found.dimension
 
     return Added(structure, values, found.shown, [*notes, *held, *found.notes], common_shift if wanted else None)
-
-
-def _is_scaled(structure: Structure, name: str, axis: int) -> bool:
-    """Whether scales or signs act differently on the positions along an axis of a tensor."""
-    for slot in structure.slots:
-        for forms in (structure.magnitudes, structure.signs) if slot.tensor == name and axis in slot.axes else ():
-            own = forms[slot.rows]
-            counts = np.diff(own.indptr)
-            if (counts != counts[0]).any() or len(np.unique(own.indices)) > counts[0]:
-                return True
-    return False
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -333,6 +333,16 @@ class Structure:
         }
         return frozenset(kind for kind, acts in places.items() if acts)
 
+    def scales_differ(self, name: str, axis: int) -> bool:
+        """Whether scales or signs act differently on the positions along an axis of a tensor."""
+        for slot in self.slots_of.get(name, []):
+            for forms in (self.magnitudes, self.signs) if axis in slot.axes else ():
+                own = forms[slot.rows]
+                counts = np.diff(own.indptr)
+                if (counts != counts[0]).any() or len(np.unique(own.indices)) > counts[0]:
+                    return True
+        return False
+
     @property
     def translates(self) -> bool:
         """Whether translations or rank-one maps act anywhere."""
