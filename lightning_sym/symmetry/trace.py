@@ -35,6 +35,7 @@ from lightning_sym.symmetry.tracing.tracer import Tracer
 
 _MOST_SETS = 4  # of equal modules that are tried one by one, if all together lose elements
 _PAIRS = 4  # of random elements whose products are compared
+_LARGE = 2 * 10**6  # parameters, above which one pair is compared
 _SAME = 1e-7  # relative and absolute difference of weights that count as equal
 
 
@@ -88,7 +89,8 @@ def trace_symmetry(
             that the group misses (docs/theory/tracing.md, 8.5).
         exchange: Whether elements exchange modules with equal operations: experts, heads, members of an ensemble
             (docs/theory/tracing.md, 4). The tensors of such modules are then stacked, and values inside them have no
-            names. Otherwise every module keeps its place.
+            names. Otherwise every module keeps its place; modules also do if the self-test finds that such elements do
+            not compose.
         tolerance: Largest relative change of an output that the self-test accepts. By default 1e-10, or more if the
             network rounds to a lower precision (1.2e-4 for float32).
         cuts: The network's :meth:`~lightning_sym.networks.Network.cuts`, if values that cross them need hook points.
@@ -131,7 +133,7 @@ def trace_symmetry(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
         captures, known = _exchanging(trace, captures, derive) if exchange else (captures, None)
-        if trace.stacked and not tensors.weightless and not _compose(known, network):
+        if check and trace.stacked and not tensors.weightless and not _compose(known, network):
             trace.stacked = ()
             captures, known = [trace(captured.call) for captured in captures], None
         captures, known = _splitting(trace, captures, known or derive(captures), derive)
@@ -196,7 +198,8 @@ def _compose(symmetry: Symmetry | None, network: nn.Module) -> bool:
     if symmetry is None:
         return True
     seed, network = torch.Generator().manual_seed(0), copy.deepcopy(network).double()
-    for _ in range(_PAIRS):
+    large = sum(own.numel() for own in network.parameters()) > _LARGE
+    for _ in range(1 if large else _PAIRS):
         one, two = (symmetry.sample(seed) for _ in range(2))
         moved = symmetry.act(one, network)
         both = symmetry.act(two, moved), symmetry.act(symmetry.compose(two, one), network)

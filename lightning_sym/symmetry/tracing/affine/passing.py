@@ -30,7 +30,7 @@ class Passing(Algebra):
             numbers: The unknowns; thin.
             weights: The weights.
             by: The contraction.
-            halfway: What is added to the weights, if these count with half of it; None if they count as they are.
+            halfway: The unknowns that are added to the weights, if the weights count with half of these; else None.
         """
         free = [letter for letter in by.out if letter not in by.two]
         given, made = ([letter for letter in letters if letter in by.two] for letters in (by.one, by.out))
