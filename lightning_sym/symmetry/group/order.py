@@ -1,6 +1,6 @@
 """Signs and permutations that are the same at every point of an orbit."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,18 @@ class _SignChoice:
         orbits = {rotation.orbit for rotation in structure.rotations}
         self.of_streams = {int(g) for orbit in orbits for g in structure.sign_table[orbit].ravel()}
         self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)
+        self.bound = self._bound()
+
+    def _bound(self) -> Floats:
+        """Return the size of the largest entry that each pending sign flips. Shape (signs,)."""
+        bound = np.zeros(len(self.signs))
+        for name, slots in self.plan.tensors.items() if self.pending.any() else ():
+            for slot in slots:
+                hits = self.forms[slot.rows].multiply(self.pending[None, :]).tocoo()
+                if hits.nnz and (len(slot.axes) == 1 or slot.of_stack):
+                    sizes = np.moveaxis(abs(self.gauged.weight(name)), slot.axes, range(len(slot.axes)))
+                    np.maximum.at(bound, hits.col, sizes.reshape(slot.size, -1).max(1, initial=0)[hits.row])
+        return bound
 
     def run(self) -> Floats:
         """Choose the signs: those of all gains at once, then class by class, and finally one by one."""
@@ -163,20 +175,18 @@ class _SignChoice:
             return None
         forms, touched = self.plan.forms, self._touched(members[0])
         rows = [slice(*forms.indptr[position : position + 2]) for position, _ in touched]
-        scales = [forms.indices[row] for row in rows]
-        powers = [
-            (module_of(slot.tensor), *forms.indices[row], *forms.data[row])
-            for (_, slot), row in zip(touched, rows, strict=True)
-        ]
+        powers = [(*forms.indices[row], *forms.data[row]) for row in rows]
+        modules = [module_of(slot.tensor) for _, slot in touched]
         vectors = [self.gauged.tensors[slot.tensor].numel() == slot.size for _, slot in touched]
-        matrices = {power for power, vector in zip(powers, vectors, strict=True) if not vector}
-        for (_, slot), own, power, vector in zip(touched, scales, powers, vectors, strict=True):
+        held = list(zip(modules, powers, strict=True))
+        matrices = {own for own, vector in zip(held, vectors, strict=True) if not vector}
+        for own, vector, (_, slot) in zip(held, vectors, touched, strict=True):
             shifted = slot.tensor in self.plan.structure.shifts.names
-            if vector and not (shifted or np.array_equal(own, scales[0])) and power not in matrices:  # not a bias
+            if vector and not shifted and own[1] != powers[0] and own not in matrices:  # not a bias
                 return slot.tensor
         return None
 
-    def _entries(self, names: Sequence[str]) -> Iterator[tuple[Ints, Floats]]:
+    def _entries(self, names: Iterable[str]) -> Iterator[tuple[Ints, Floats]]:
         """Yield rows of tensors with a single pending generator, and these generators."""
         unknown = self.forms @ self.pending.astype(np.float64)
         for name in names:
@@ -196,16 +206,9 @@ class _SignChoice:
 
     def _decide(self, members: Ints, names: Sequence[str]) -> None:
         """Choose signs from the entries of some tensors, where these determine them; see `canonicalize`."""
-        largest, bound, votes, cubes, sums, sizes = np.zeros((6, len(self.signs)))
+        largest, votes, cubes, sums, sizes = np.zeros((5, len(self.signs)))
         entries = []
-        names = list(dict.fromkeys(names))
-        for name in names:
-            for slot in self.plan.tensors[name]:
-                hits = self.forms[slot.rows].multiply(self.pending[None, :]).tocoo()
-                if hits.nnz and (len(slot.axes) == 1 or slot.of_stack):
-                    sizes_of = np.moveaxis(abs(self.gauged.weight(name)), slot.axes, range(len(slot.axes)))
-                    np.maximum.at(bound, hits.col, sizes_of.reshape(slot.size, -1).max(1, initial=0)[hits.row])
-        for generators, rows in self._entries(names):
+        for generators, rows in self._entries(dict.fromkeys(names)):
             among = np.isin(generators, members)
             entries.append((generators[among], rows[among]))
         for generators, rows in entries:
@@ -218,8 +221,8 @@ class _SignChoice:
             np.add.at(sums, generators, unit.sum(1))
             np.add.at(sizes, generators, abs(unit).sum(1))
         for score in (votes, *(np.where(abs(score) > _TIE * sizes, score, 0) for score in (cubes, sums))):
-            # An entry that is tiny compared with unknown ones may be rounding, as of a bias that became 0.
-            told = largest > _TIE * bound
+            # An entry that is tiny compared with others may be rounding, as of a bias that became 0.
+            told = largest > _TIE * self.bound
             settled = members[self.pending[members] & (score[members] != 0) & told[members]]
             self.signs[settled] = np.sign(score[settled])
             self.pending[settled] = False

@@ -179,12 +179,19 @@ class Rotations(BetweenGains):
         return [note] * stiff, stiff
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return the singular values of all tensors on a stream; see :class:`Factor`."""
+        """Return the singular values of all tensors on a stream, and means that keep their size; see :class:`Factor`."""
         found = {}
         for slot in self.structure.slots:
-            if slot.offset in self.structure.rotated_places and slot.tensor in tensors:
-                rows = together(tensors[slot.tensor], slot.axes).reshape(slot.size, -1)
-                found[slot.tensor] = [torch.linalg.svdvals(rows)]
+            places = self.structure.rotated_places.get(slot.offset, ()) if slot.tensor in tensors else ()
+            rows = together(tensors[slot.tensor], slot.axes).reshape(slot.size, -1).clone() if places else None
+            means = []
+            for index, at, _ in places:
+                if self.structure.rotations[index].fixes_ones:  # the stream's sign may flip means alone
+                    mean = rows[at].mean(0)
+                    means.append(torch.linalg.vector_norm(mean) * math.sqrt(len(at)))
+                    rows[at] -= mean
+            if places:
+                found[slot.tensor] = [torch.linalg.svdvals(rows), *means]
         return found
 
     rung, keeps_norms = Rung.LAST, True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sym._linear_algebra import polar_factor, random_orthogonal
-from lightning_sym.symmetry.arrays import Floats, together
+from lightning_sym.symmetry.arrays import Floats, Ints, together
 from lightning_sym.symmetry.group.between_gains import NO_MATRIX, Matrices
 from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
@@ -54,15 +54,14 @@ def ones_reflection(size: int) -> Tensor:
 
 
 def stream_rows(
-    structure: Structure, index: int, tensors: Mapping[str, Tensor], gains: Mapping[str, Tensor]
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the tensors that act on a stream, divided by the gains around it: one row per unit, by slot.
+    structure: Structure, index: int, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[Slot, Ints, tuple[int, ...], Tensor]]:
+    """Yield each slot on a stream, the units' places, the powers of the gains, and one row per unit without gains.
 
     Args:
         structure: The group.
         index: The number of the rotation.
         tensors: Parameters, by name; missing ones are left out.
-        gains: The gains, by name.
     """
     rotation = structure.rotations[index]
     for slot in structure.slots:
@@ -74,9 +73,9 @@ def stream_rows(
                 rows = tensor.index_select(0, torch.from_numpy(at).to(tensor.device)).reshape(len(at), -1)
                 for (name, place), power in zip(rotation.gains, powers, strict=True):
                     if power:
-                        gain = gains[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
+                        gain = tensors[name].detach().reshape(-1)[torch.from_numpy(place).to(rows.device)]
                         rows = rows / gain.to(rows)[:, None] ** power
-                yield slot, rows
+                yield slot, at, powers, rows
 
 
 def rotatable(structure: Structure, tensors: Mapping[str, Tensor]) -> list[int]:
@@ -209,19 +208,22 @@ def gain_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
 
 
 def _sign_of_ones(structure: Structure, index: int, generator: int, tensors: Mapping[str, Tensor]) -> float:
-    """Return the sign of a stream along the vector of ones, which its rotation fixes; nan if nothing shows it."""
-    for slot in structure.slots:
-        for number, at, powers in structure.rotated_places.get(slot.offset, ()):
-            flips = structure.signs[slot.offset + int(at[0]), generator] % 2
-            if number != index or any(powers) or not flips or slot.tensor not in tensors:
-                continue
-            rows = together(tensors[slot.tensor].detach(), slot.axes).to("cpu", torch.float64)
-            rows = rows.index_select(0, torch.from_numpy(at)).reshape(len(at), -1)
-            total = rows.sum(0)
-            total[total.abs() <= _CLOSE * rows.abs().sum(0)] = 0
-            if bool(total.any()):
-                return float(total[total.abs().argmax()].sign())
-    return np.nan
+    """Return the sign of a stream along the vector of ones, which its rotation fixes; nan if nothing shows it.
+
+    It is that of the largest mean over units, in the first tensor with means other than zero. Divided by gains, biases
+    and readers of a norm flip with the stream. Tensors come first whose other units have neither signs nor matrices.
+    """
+    rotation, shown = structure.rotations[index], list[tuple[bool, Tensor]]()
+    for slot, at, powers, rows in stream_rows(structure, index, tensors):
+        held = (structure.slots_of[name][0].offset + int(place[0]) for name, place in rotation.gains)
+        flips = sum(k * structure.signs[row, generator] for row, k in zip(held, powers, strict=True))
+        if (structure.signs[slot.offset + int(at[0]), generator] + flips) % 2:
+            others = (other for other in structure.slots_of[slot.tensor] if other is not slot)
+            shown.append((all(_only_permuted(structure, other) for other in others), rows.to("cpu", torch.float64)))
+    least = _CLOSE * max((float(rows.abs().max()) for _, rows in shown), default=0.0)
+    means = [rows.mean(0) for plain in (True, False) for own, rows in shown if own is plain]
+    largest = (mean[mean.abs().argmax()] for mean in means)
+    return next((float(mean.sign()) for mean in largest if abs(mean) > least), np.nan)
 
 
 def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tuple[Matrices, list[str]]:
@@ -238,7 +240,7 @@ def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tupl
     turns = [NO_MATRIX] * len(structure.rotations)
     for index in rotatable(structure, tensors):
         rotation = structure.rotations[index]
-        rows = [(slot, part.double().cpu()) for slot, part in stream_rows(structure, index, tensors, tensors)]
+        rows = [(slot, part.double().cpu()) for slot, *_, part in stream_rows(structure, index, tensors)]
         outside = [part for slot, part in rows if _is_alone(structure, slot)]
         basis = _basis(rotation)
         gram = torch.stack([basis.mT @ (part @ part.mT) @ basis for _, part in rows]).sum(0)
@@ -262,6 +264,13 @@ def principal_turns(structure: Structure, tensors: Mapping[str, Tensor]) -> tupl
 def _is_alone(structure: Structure, slot: Slot) -> bool:
     """Whether a slot's tensor has no other units."""
     return all(other is slot or bool((other.unit < 0).all()) for other in structure.slots_of[slot.tensor])
+
+
+def _only_permuted(structure: Structure, slot: Slot) -> bool:
+    """Whether the units of a slot have neither signs nor matrices."""
+    units = slot.unit[slot.unit >= 0]
+    mixed = slot.offset in structure.rotated_places or (structure.cell_of[units] >= 0).any()
+    return not (mixed or (structure.phase_of[units] >= 0).any() or structure.signs[slot.rows].nnz)
 
 
 def _ones(rotation: Rotation) -> Tensor:

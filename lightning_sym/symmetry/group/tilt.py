@@ -192,6 +192,12 @@ class Tilts(Factor[Vectors]):
         note = f"{names}: rank-one maps are not determined, as sums are zero (a new norm), and no lower bound is known"
         return [note] * bool(free), bool(free)
 
+    def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """Return no invariants: a change of a stream's sign, then of maps, flips a part of these tensors alone."""
+        return {
+            name: [] for tilt in self.structure.tilts for name, _ in (*tilt.moved, *tilt.readers) if name in tensors
+        }
+
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the coordinates: vectors a with the maps exp(a 1^T)."""
         return {f"tilt {index}": (tilt.size,) for index, tilt in enumerate(self.structure.tilts)}

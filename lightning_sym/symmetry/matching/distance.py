@@ -98,7 +98,7 @@ def orbit_distance(
         elements: list[Element] = []
         if hidden or (balance and descent.suspicious(found[0].element)):
             found, aligned = with_forms(descent, found[0], seed=seed, max_sweeps=max_sweeps)
-            elements = [compared.forth(aligned)] * unknown  # there is no lower bound to respect
+            elements = [compared.forth(aligned)]
         upper = math.inf
         for element in [*(own.element for own in found), *elements]:
             descent.restart(element)
