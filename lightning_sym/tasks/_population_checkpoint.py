@@ -12,7 +12,7 @@ def population_state(task: Any) -> dict[str, Any]:
     parts = gather(mine) if task.member_parallel else [mine]
     kept, stopped, records = ({n: one for part in parts for n, one in part[i].items()} for i in range(3))
     return {
-        **task.identity(),
+        "identity": task.identity(),
         "kept": dict(kept),
         "stopped": dict(stopped),
         "records": dict(records),
@@ -30,10 +30,9 @@ def load_population_state(task: Any, saved: dict[str, Any] | None) -> None:
         ValueError: If the checkpoint is of other members or settings, or training resumes with another placement of
             the members.
     """
-    identity = task.identity()
-    if saved is None or not identity.keys() <= saved.keys():
+    if saved is None or not task.identity().keys() & saved["identity"].keys():
         raise ValueError(f"The checkpoint holds no population: it was not written by a {type(task).__name__}.")
-    require_same(saved, identity)
+    require_same(saved["identity"], task.identity())
     processes = task.trainer.world_size if task.member_parallel else 1
     if saved["processes"] != processes and task._trainer is not None and task.trainer.state.fn == "fit":
         raise ValueError(
@@ -54,10 +53,10 @@ def load_population_state(task: Any, saved: dict[str, Any] | None) -> None:
 
 
 def require_same(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise unless a checkpoint has the settings of this run."""
-    for name, mine in identity.items():
-        if saved[name] != mine:
-            theirs, ours = first_difference(saved[name], mine)
+    """Raise unless a checkpoint has the settings of this run; one that is missing on a side is ``none`` there."""
+    for name in {**identity, **saved}:
+        if saved.get(name, "none") != identity.get(name, "none"):
+            theirs, ours = first_difference(saved.get(name, "none"), identity.get(name, "none"))
             raise ValueError(
                 f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was made with, "
                 "which the config.yaml of its run holds."
