@@ -117,6 +117,7 @@ class RunReport(AfterFit):
 
     Raises:
         TypeError: If a subclass has neither :meth:`report` nor ``declared``.
+        ValueError: At the end of a fit, if another report has a table of the same name in the same folder.
 
     Attributes:
         declared: Tables, columns and charts of the report. With it :meth:`measure` returns rows by the name of the
@@ -183,10 +184,23 @@ class RunReport(AfterFit):
         self.results = None
 
         def publish() -> None:
-            self.results = self.report(trainer, task, data, measured)
+            results = self.report(trainer, task, data, measured)
+            self._check_names(trainer, results)
+            self.results = results
             self.publish(trainer, self.results)
 
         on_first_rank(trainer, publish)
+
+    def _check_names(self, trainer: Trainer, results: RunResults) -> None:
+        """Raise if a table would replace that of another report."""
+        mine = {table.name for table in results.tables}
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, RunReport) and other is not self and other.results and other.path == self.path:
+                for name in mine & {table.name for table in other.results.tables}:
+                    raise ValueError(
+                        f"{type(self).__name__} would overwrite {name}.csv of {type(other).__name__} in {self.path}; "
+                        "rename its table, or give it a dirpath of its own."
+                    )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary, after the progress bar has closed."""
