@@ -6,6 +6,7 @@ import pytest
 from fits import digits, fit
 from helpers import assert_refused, printed, read_csv
 from pytorch_lightning.loggers import TensorBoardLogger
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sym.callbacks import RunReport
@@ -123,11 +124,12 @@ def test_tables_without_rows_are_kept_and_missing_ones_are_not():
     assert [table.name for table in report.results({"b": ROWS}, title="t", about={}).tables] == ["b"]
 
 
-def test_a_chart_has_the_title_of_the_table_which_may_be_wider_than_its_columns():
+def test_a_chart_has_the_title_of_the_table_which_may_be_wider_than_its_columns(capsys):
     report = Report(
         {"a": "rows"}, [Column("x", heading="x")], {"c": Chart([Panel([Marks("y", "x")])])}, "Heights of {title}"
     )
     results = report.results({"a": [{"x": 1, "y": 2.0}]}, title="some networks", about={})
     ((_, figure),) = results.figures
     assert figure.get_suptitle() == "Heights of some networks"
-    assert printed(lambda console: console.print(results.shown)).startswith("Heights of some networks\n")
+    Console().print(results.shown)
+    assert capsys.readouterr().out.startswith("Heights of some networks\n")
