@@ -515,7 +515,7 @@ class PopulationTask(PopulationInterface):
             ValueError: If the checkpoint has other members, settings, or, when training resumes, processes.
         """
         self.configure_model()
-        load_population_state(self, checkpoint.get("population"))
+        load_population_state(self, checkpoint)
 
     def broken_weights(self) -> list[str]:
         """Return the names of weights that are not finite, except for the current weights of stopped members."""
