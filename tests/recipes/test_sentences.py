@@ -114,8 +114,8 @@ ZooTask has no option 'model.membres'. Did you mean 'model.members'?
 $ fit SMALL --model.network.widthz=[3]
 MultiLayerPerceptron has no option 'model.network.widthz'. Did you mean 'model.network.widths'?
 $ fit SMALL --model.network.batch_norm=1
-MultiLayerPerceptron has no option 'model.network.batch_norm'. lightning-sym fit --model ZooTask --model.network.help
-MultiLayerPerceptron lists those it has.
+MultiLayerPerceptron has no option 'model.network.batch_norm'. lightning-sym fit --help MultiLayerPerceptron lists those
+it has.
 $ fit SMALL --model.optimizer=SGD --model.optimizer.momentun=0.9
 SGD has no option 'model.optimizer.momentun'. Did you mean 'model.optimizer.momentum'?
 $ fit SMALL --model.optimizer=SGD --model.optimizer.learning_rate=0.1
