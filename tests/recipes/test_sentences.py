@@ -148,6 +148,11 @@ model.loss: There is no function torch.nn.functional.cross_entropyy. Did you mea
 $ fit SMALL --model=raises.Task
 model: raises, which holds Task, imports 'does_not_exist_anywhere', and there is no such module; install it, or put its
 folder on PYTHONPATH.
+$ fit SMALL --model.network=misspelt.Net
+...network: misspelt, which holds Net, cannot be imported: ImportError in line 1: cannot import name 'Colum' from
+'lightning_sym.reports' (...); correct the module.
+$ fit SMALL --model=divides.Task
+model: divides, which holds Task, cannot be imported: ZeroDivisionError in line 2: division by zero; correct the module.
 $ fit SMALL --model.members=many
 model.members: expected an integer, got 'many'.
 $ fit SMALL --trainer.max_epochs=many
@@ -370,6 +375,8 @@ def test_the_command_line_says_in_one_line_what_is_wrong(status, command, senten
     Path("twice.yaml").write_text("model:\n  members: 2\n  members: 3\n")
     Path("folder").mkdir()
     Path("needs.py").write_text(NEEDS)
+    Path("misspelt.py").write_text("from lightning_sym.reports import Colum\n\nclass Net: ...")
+    Path("divides.py").write_text("class Task: ...\n1 / 0")
     Path("raises.py").write_text("import does_not_exist_anywhere\n\nclass Task: ...")
     monkeypatch.syspath_prepend(Path.cwd())
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": torch.randn(64, 1)}, "values.pt")
