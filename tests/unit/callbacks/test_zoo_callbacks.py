@@ -98,7 +98,7 @@ def test_other_architectures_and_data_are_refused(tmp_path, manifest):
 
     assert_refused(
         lambda: export(9),
-        says="holds MultiLayerPerceptron(widths=[8]) but this run trains MultiLayerPerceptron(widths=[9]); choose another",
+        says="holds MultiLayerPerceptron(widths=[8]) but this run trains MultiLayerPerceptron(widths=[9]); choose",
     )
     assert_refused(lambda: export(data_seed=1), says=["Member 0 of the zoo at", "--data.data_seed is 1, and was 0; "])
     assert_refused(lambda: export(mean=[0.5], std=[0.5]), says="other data: --data.mean is [0.5], and was null; ")
