@@ -137,6 +137,19 @@ class RunReport(AfterFit):
             raise TypeError(f"{type(self).__name__} has no method report; write it, or declare what measure returns.")
         self.results: RunResults | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the task and the data, and that there is no second such report.
+
+        Raises:
+            TypeError: If the task lacks a required attribute, or the data are not of ``lightning_sym.datamodules``.
+            ValueError: If processes of the run have other settings, or another report writes the same files.
+        """
+        super().setup(trainer, pl_module, stage)
+        others: list[Any] = [one for one in trainer.callbacks if type(one) is type(self) and one is not self]  # type: ignore[attr-defined]
+        if self.active and any(other.dirpath == self.dirpath for other in others):
+            name = type(self).__name__
+            raise ValueError(f"There are two {name} with the same files; remove one, or give it a dirpath of its own.")
+
     def measure(self, trainer: Trainer, task: Any, data: Any) -> Any:
         """Evaluate everything that the report needs; called on every rank, to work together."""
         return None
