@@ -339,8 +339,8 @@ def test_regressors_are_imported_with_their_squared_distance():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("a.pt", "Missing: --network, --out."),
-        ("--network=my_networks.Plain --out=zoo", "Missing: a file."),
+        ("a.pt", "Missing: --network, --out; give for example --network my_networks.Net --out runs/mine/zoo."),
+        ("--network=my_networks.Plain --out=zoo", "Missing: the file of a checkpoint."),
         ("--network=my_networks.Plin --out=zoo a.pt", "There is no class 'my_networks.Plin'. Did you mean 'Plain'?"),
         ("--network=nowhere.Plain --out=zoo a.pt", "network: There is no module 'nowhere'."),
         ("--network=my_networks.Plain --network.widht=3 --out=zoo a.pt", "Plain has no argument 'widht'. Did you mean"),
