@@ -84,6 +84,7 @@ class TrainingMonitor(AfterFit):
         self._saved_as: dict[str, Any] | None = None
         self._begun = False
         self._epoch = 0.0
+        self._closed = False  # the last point is only there because training was to end
 
     @abstractmethod
     def settings(self, members: list[int]) -> dict[str, Any]:
@@ -213,6 +214,9 @@ class TrainingMonitor(AfterFit):
                 f"The checkpoint's {type(self).__name__} had other settings: {'; '.join(different)}. Resume with "
                 "the same network and arguments, or with another prefix to start new curves."
             )
+        if self._closed:  # training goes on: the run has been given more epochs
+            self.points.pop()
+            self._closed = False
         if not self.points:
             self.starts |= self.take_starts(trainer, pl_module)
             done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
@@ -253,11 +257,19 @@ class TrainingMonitor(AfterFit):
         self._epoch = _epochs(trainer, ended=True)
         if self._is_due(trainer, trainer.current_epoch + 1):
             self._add_point(trainer, pl_module, self._epoch)
+        elif trainer.current_epoch + 1 == trainer.max_epochs or trainer.global_step == trainer.max_steps:
+            # Not in conclude: the last checkpoint, which is written next, would lack the point.
+            self._close(trainer, pl_module)
+
+    def _close(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the end, unless there was no step since the last point; call it on every rank."""
+        if self._begun and trainer.global_step != self.points[-1]["step"]:
+            self._add_point(trainer, pl_module, self._epoch)
+            self._closed = True
 
     def conclude(self, trainer: Trainer, task: LightningModule, data: None) -> None:
         """Measure the end, and write the figure and the tables, unless there was no step."""
-        if self._begun and trainer.global_step != self.points[-1]["step"]:
-            self._add_point(trainer, task, self._epoch)
+        self._close(trainer, task)
         if self.points and trainer.is_global_zero:
             results = self.results(architecture_name(self.network_of(task)), self.watched(task))
             publish_results(trainer, results, self.path, f"figures/{type(self).__name__}")
@@ -268,14 +280,15 @@ class TrainingMonitor(AfterFit):
         """Return the curves and the starting values, on rank 0 of all members."""
         if not self._begun or not self.points:
             return {}
-        return {"settings": self.settings(sorted(self.starts)), "points": list(self.points), "starts": self.starts}
+        curves = {"points": list(self.points), "starts": self.starts, "closed": self._closed}
+        return {"settings": self.settings(sorted(self.starts)), **curves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the curves and the starting values."""
         if state_dict:
             self._saved_as = state_dict["settings"]
             self.points = list(state_dict["points"])
-            self.starts = state_dict["starts"]
+            self.starts, self._closed = state_dict["starts"], state_dict["closed"]
 
 
 def by_member(own: Mapping[int, Any]) -> dict[int, Any]:

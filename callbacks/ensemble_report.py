@@ -20,7 +20,7 @@ from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
 from lightning_sym.zoo import ModelZoo
 
-_OF_ZOOS = ("network", "kept")
+_OF_ZOOS = ("network",)
 _OF_CURVES = ("curves", "kinds", "member", "model_zoo")
 
 
@@ -51,7 +51,7 @@ class EnsembleReport(RunReport):
         ValueError: If an argument is out of range.
     """
 
-    needs = ("gathered_by_member", "classifies")
+    needs = ("kept_states", "classifies")
     either = (_OF_ZOOS, _OF_CURVES)
     example = "ZooTask"
 
@@ -109,7 +109,7 @@ class EnsembleReport(RunReport):
         place = {"device": trainer.strategy.root_device, "dtype": task.dtype}  # inputs are of the run's precision
         others = dict(self._others)
         if lacking(task, _OF_CURVES):
-            states = task.gathered_by_member({number: record["state"] for number, record in task.kept.items()})
+            states = task.kept_states()
             add("members", "members", *predicted(_with_states(task.network, states.values(), place)))
         else:
             others = {"members": task.model_zoo, **others}

@@ -81,8 +81,8 @@ class MergingReport(RunReport):
     """
 
     needs = (
-        *("tasks", "task_of", "task_batch", "parent_of", "parent", "symmetry", "zoo", "network", "numbers", "kept"),
-        *("gathered_by_member", "evaluation_batch"),
+        *("tasks", "task_of", "task_batch", "parent_of", "parent", "symmetry", "zoo", "network", "numbers"),
+        *("kept_states", "evaluation_batch"),
     )
     example = "FineTuneTask"
 
@@ -116,7 +116,7 @@ class MergingReport(RunReport):
 
     def measure(self, trainer: Trainer, task: FineTuneTask, data: InMemoryDataModule) -> list[MergedAccuracy]:
         """Merge networks and evaluate them."""
-        states = task.gathered_by_member({number: record["state"] for number, record in task.kept.items()})
+        states = task.kept_states()
         families = {parent: _family(task, parent, states) for parent in sorted({task.parent_of(n) for n in states})}
         batches, parents, names = _batches(trainer, task, data), list(families), [PARENT_TASK, *map(_name, task.tasks)]
         found, counts, device = [], [], trainer.strategy.root_device

@@ -117,6 +117,7 @@ class RunReport(AfterFit):
 
     Raises:
         TypeError: If a subclass has neither :meth:`report` nor ``declared``.
+        ValueError: At the end of a fit, if another report has a table of the same name in the same folder.
 
     Attributes:
         declared: Tables, columns and charts of the report. With it :meth:`measure` returns rows by the name of the
@@ -135,6 +136,19 @@ class RunReport(AfterFit):
         if self.declared is None and type(self).report is RunReport.report:
             raise TypeError(f"{type(self).__name__} has no method report; write it, or declare what measure returns.")
         self.results: RunResults | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the task and the data, and that there is no second such report.
+
+        Raises:
+            TypeError: If the task lacks a required attribute, or the data are not of ``lightning_sym.datamodules``.
+            ValueError: If processes of the run have other settings, or another report writes the same files.
+        """
+        super().setup(trainer, pl_module, stage)
+        others: list[Any] = [one for one in trainer.callbacks if type(one) is type(self) and one is not self]  # type: ignore[attr-defined]
+        if self.active and any(other.dirpath == self.dirpath for other in others):
+            name = type(self).__name__
+            raise ValueError(f"There are two {name} with the same files; remove one, or give it a dirpath of its own.")
 
     def measure(self, trainer: Trainer, task: Any, data: Any) -> Any:
         """Evaluate everything that the report needs; called on every rank, to work together."""
@@ -183,10 +197,23 @@ class RunReport(AfterFit):
         self.results = None
 
         def publish() -> None:
-            self.results = self.report(trainer, task, data, measured)
+            results = self.report(trainer, task, data, measured)
+            self._check_names(trainer, results)
+            self.results = results
             self.publish(trainer, self.results)
 
         on_first_rank(trainer, publish)
+
+    def _check_names(self, trainer: Trainer, results: RunResults) -> None:
+        """Raise if a table would replace that of another report."""
+        mine = {table.name for table in results.tables}
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, RunReport) and other is not self and other.results and other.path == self.path:
+                for name in mine & {table.name for table in other.results.tables}:
+                    raise ValueError(
+                        f"{type(self).__name__} would overwrite {name}.csv of {type(other).__name__} in {self.path}; "
+                        "rename its table, or give it a dirpath of its own."
+                    )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the summary, after the progress bar has closed."""

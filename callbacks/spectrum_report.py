@@ -53,7 +53,7 @@ class SpectrumReport(RunReport):
         gradients over the data. If that takes more than a minute, a warning estimates it from a product over one batch.
     """
 
-    needs = ("kept", "loss", "network", "population", "gathered_by_member")
+    needs = ("kept_states", "loss", "network")
     example = "ZooTask"
     data_type = InputDataModule
 
@@ -83,10 +83,7 @@ class SpectrumReport(RunReport):
         """
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
         batches = TrainingBatches(self, trainer, task, self.train_batches).own()
-        own = {number: record["state"] for number, record in task.kept.items()}
-        if not trainer.global_step:  # nothing was trained, and so nothing was kept
-            own = {number: task.population.member_state(number) for number in task.population.numbers}
-        states = task.gathered_by_member(own)
+        states = task.kept_states()
         found = {}
         with self.progress(trainer, "measuring spectra") as progress, seeded(0):
             for done, (number, state) in enumerate(states.items()):

@@ -147,10 +147,8 @@ def _check_writable(path: Path) -> None:
 def _check_like(zoo: ModelZoo, architecture: dict[str, Any], numbers: list[int], mine: dict[str, Any]) -> None:
     """Check that a zoo has the same architecture and, except for members to be replaced, the same data."""
     if zoo.architecture != architecture:
-        raise ValueError(
-            f"The zoo at {zoo.path} holds {_describe(zoo.architecture)} but this run trains {_describe(architecture)}; "
-            f"{_ELSEWHERE}."
-        )
+        theirs, ours = _different(zoo.architecture, architecture)
+        raise ValueError(f"The zoo at {zoo.path} holds {theirs} but this run trains {ours}; {_ELSEWHERE}.")
     for member in [member for member in zoo if member.number not in numbers]:
         for what in ("fingerprint", "mean", "std"):
             if member.data.get(what) != mine[what]:
@@ -201,6 +199,12 @@ def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
     }
 
 
-def _describe(architecture: dict[str, Any]) -> str:
-    arguments = ", ".join(f"{name}={value!r}" for name, value in architecture["init_args"].items())
-    return f"{architecture['class_path']}({arguments})"
+def _different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return what two architectures are, with the arguments that differ; with all of them if their classes do."""
+    same = a["class_path"] == b["class_path"]
+    common = {name for name, value in a["init_args"].items() if same and b["init_args"].get(name, ...) == value}
+    found = []
+    for one in (a, b):
+        arguments = [f"{name}={value!r}" for name, value in one["init_args"].items() if name not in common]
+        found.append(f"{one['class_path'].rpartition('.')[2] if same else one['class_path']}({', '.join(arguments)})")
+    return found

@@ -74,7 +74,10 @@ def read_weights(file: str | Path, *, mapped: bool = False) -> dict[str, Tensor]
     except Exception as error:  # any error of the unpickler on foreign bytes
         if isinstance(error, pickle.UnpicklingError) and _is_whole(file):
             raise ValueError(_more_than_tensors(file, str(error))) from None
-        said = other_format(file, TORCH) or f"{file} is damaged or truncated, or no file of torch.save."
+        said = (
+            other_format(file, TORCH)
+            or f"{file} is damaged or truncated, or no file of torch.save; fetch or write it again."
+        )
         raise ValueError(said) from None
     return flat_weights(content, str(file))
 

@@ -2,22 +2,27 @@
 
 from lightning_sym.callbacks import RunReport
 from lightning_sym.figures import Chart, Marks, Panel
-from lightning_sym.reports import Column, Report
+from lightning_sym.reports import Column, Report, averages, grouped
 
 
 class SizeReport(RunReport):
-    """Report the norms of the layers of the first member of a zoo."""
+    """Report the norms of the tensors of the members of a zoo."""
 
-    needs = ("population",)
+    needs = ("kept_states",)
     example = "ZooTask"
     declared = Report(
-        tables={"sizes": "norms of layers"},
+        tables={"sizes": "mean norms over members", "sizes_each": "norms of members"},
         columns=[Column("layer", heading="layer"), Column("norm", heading="norm", number="final/norm/{layer}")],
-        charts={"sizes": Chart([Panel([Marks("norm", "layer", kind="bars")])], title="Sizes of {title}")},
+        charts={"sizes": Chart([Panel([Marks("norm", "layer", table="sizes_each")], ylabel="norm")])},
         title="Sizes of {title}",
         places={"picture": "sizes.png", "table": "sizes.csv"},
     )
 
     def measure(self, trainer, task, data):
-        weights = task.population.member_state(0).items()
-        return {"sizes": [{"layer": name, "norm": float(weight.norm())} for name, weight in weights]}
+        rows = [
+            {"member": number, "layer": name, "norm": float(tensor.norm())}
+            for number, state in task.kept_states().items()
+            for name, tensor in state.items()
+        ]
+        means = [{**layer, **averages(own, ["norm"])} for layer, own in grouped(rows, "layer")]
+        return {"sizes": means, "sizes_each": rows}

@@ -19,6 +19,7 @@ from lightning_sym.cli.given import (
     class_of,
     meant,
     merge,
+    missing_options,
     prefix_of,
     read_given,
     separated,
@@ -122,6 +123,8 @@ Example:
             raise ValueError(
                 f"{self.name} takes {number} or more checkpoints, or a zoo; got {', '.join(files) or 'none'}."
             )
+        if len(files) > 1 and (zoos := [file for file in files if is_zoo(file)]):
+            raise ValueError(f"{zoos[0]} is a zoo; expected one zoo alone, or the files of checkpoints.")
         if zoo and (surplus := [name for name in ("network", "prefix") if name in given]):
             raise ValueError(f"{files[0]} is a zoo, which has its network; leave out --{surplus[0]}.")
         before, after = checked_options(list(self.settings)), checked_options(rest)
@@ -130,10 +133,10 @@ Example:
             raise ValueError(wrong)
         data = merge(read_given(after)).get("data")
         folders = any(map(os.path.isdir, files))  # of which another sentence tells
-        missing = [] if class_of(given.get("network")) or folders else ["--network"]
-        missing += [] if class_of(data) else ["--data"]
+        missing = [] if class_of(given.get("network")) or folders else ["network"]
+        missing += [] if class_of(data) else ["data"]
         if missing:
-            raise ValueError(f"Missing: {', '.join(missing)}.")
+            raise ValueError(missing_options(missing))
         folder = Path(str(given["out"])) if "out" in given else _free_folder(Path("runs") / self.name)
         imported = Path(files[0]) if zoo else folder / _ZOO
         prefix = prefix_of(given)

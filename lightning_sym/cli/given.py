@@ -9,6 +9,7 @@ import yaml
 
 from lightning_sym._files import load_yaml
 from lightning_sym._text import LARGEST_SEED, initials, nearest
+from lightning_sym.cli.catalogue import class_names
 
 Tree = dict[str, Any]
 
@@ -270,7 +271,7 @@ def unknown_option(tree: Mapping[str, Any], options_of: Callable[[str], frozense
         if options is not None and name not in options:
             short = kind.rpartition(".")[2]
             known = nearest(name, options, before=f"{path}.") or _inside(tree, path, name)
-            known = known or f" {_help(tree, path, short)} lists those it has."
+            known = known or f" {_help(tree, path, kind)} lists those it has."
             return f"{short} has no option '{path}.{name}'.{known}"
     return ""
 
@@ -337,11 +338,27 @@ def _texts(found: Any) -> list[str]:
     return [str(found), class_of(found), *map(class_of, entries)]
 
 
+def missing_options(names: Sequence[str], out: str = "merged.safetensors") -> str:
+    """Return the sentence for options that a command on checkpoints needs.
+
+    Args:
+        names: Their names: ``network``, ``data`` or ``out``.
+        out: Example of a value of ``--out``.
+    """
+    examples = {"network": "my_networks.Net", "data": "MNIST5kDataModule", "out": out}
+    given = " ".join(f"--{name} {examples[name]}" for name in names)
+    return f"Missing: {', '.join(f'--{name}' for name in names)}; give for example {given}."
+
+
 def _help(tree: Mapping[str, Any], path: str, kind: str) -> str:
     """Return the command that lists the options of a class."""
-    section, nested, _ = path.partition(".")
     if path in _FIXED:
-        return "lightning-sym fit --help"
+        return f"lightning-sym fit --help {path}"
+    if kind.startswith("lightning_sym.") or kind in class_names():
+        return f"lightning-sym fit --help {kind.rpartition('.')[2]}"
+    if "." in kind:
+        return f"lightning-sym fit --help {kind}"
+    section, nested, _ = path.partition(".")
     owner = class_of(tree[section]).rpartition(".")[2] if nested else ""
     return f"lightning-sym fit {f'--{section} {owner} ' if owner else ''}--{path}.help {kind}"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sym._checkpoint_files import check_folder
-from lightning_sym.cli.given import LINKED, arguments_of, class_of, prefix_of, read_own
+from lightning_sym.cli.given import LINKED, arguments_of, class_of, missing_options, prefix_of, read_own
 from lightning_sym.cli.named import check_classes
 from lightning_sym.cli.places import check_files, is_zoo
 
@@ -69,7 +69,7 @@ def read_options(args: Sequence[str]) -> Asked:
     given, files = read_own("import", args, _OPTIONS)
     missing = [name for name in ("network", "out") if not class_of(given.get(name))]
     if missing or not files:
-        raise ValueError(f"Missing: {', '.join(f'--{name}' for name in missing) or 'a file'}.")
+        raise ValueError(missing_options(missing, "runs/mine/zoo") if missing else "Missing: the file of a checkpoint.")
     return Asked(tuple(files), given["network"], Path(str(given["out"])), prefix_of(given), given.get("data"))
 
 

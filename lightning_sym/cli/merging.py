@@ -16,7 +16,17 @@ from typing import Any
 from lightning_sym._checkpoint_files import check_described, check_out, check_whole, locate
 from lightning_sym._files import write_atomically
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, listed, prefix_of, read_own, seed_of, shape_of, whole
+from lightning_sym.cli.given import (
+    arguments_of,
+    class_of,
+    listed,
+    missing_options,
+    prefix_of,
+    read_own,
+    seed_of,
+    shape_of,
+    whole,
+)
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -150,7 +160,7 @@ def read_options(args: Sequence[str]) -> Asked:
     needless = bool(folders or configured or missing)  # a file that is missing is named later
     for name in ("network", "out"):
         if not class_of(given.get(name)) and not (name == "network" and name not in given and needless):
-            raise ValueError(f"Missing: --{name}.")
+            raise ValueError(missing_options([name]))
     method = given.get("method", "linear")
     if method in ("weights", "activations"):
         raise ValueError(f"{method} says how to align, not how to merge: --align {method}.")

@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def explain(message: str, given: Mapping[str, Any] | None = None) -> str:
         r"Errors: (?:- Expected a <class 'NoneType'> )?- ((?!Expected).+?[.?]) Given value type:", line
     ):
         line = match[1]  # older versions of jsonargparse hand a constructor's error on as text only
-    return _wrong_class(line, given or {}) or _wrong_value(line, given or {}) or line
+    return (
+        _broken_module(line, given or {}) or _wrong_class(line, given or {}) or _wrong_value(line, given or {}) or line
+    )
 
 
 def _unknown_option(name: str, given: Mapping[str, Any], early: bool) -> str:
@@ -222,6 +225,32 @@ def _no_module(missing: str, given: Mapping[str, Any]) -> str:
                     "such module; install it, or put its folder on PYTHONPATH."
                 )
     return f"There is no module {missing!r}; install it, or put its folder on PYTHONPATH."
+
+
+def _broken_module(line: str, given: Mapping[str, Any]) -> str | None:
+    """Return the sentence for a module that the parser tried to import, and that raised an error; None if none did."""
+    for path, kind, _ in classes(given):
+        module, _, name = kind.replace(":", ".").rpartition(".")
+        if not module or kind not in line or module in sys.modules:  # one that failed is not there
+            continue
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            continue  # another sentence tells
+        except Exception as error:
+            frames = list(traceback.extract_tb(error.__traceback__))
+            own = [one for one in frames if one.filename == _file_of(module)] or frames
+            said = " ".join(str(error).split())
+            return (
+                f"{path}: {module}, which holds {name}, cannot be imported: {type(error).__name__} in line "
+                f"{own[-1].lineno}{': ' if said else ''}{said.rstrip('.')}; correct the module."
+            )
+    return None
+
+
+def _file_of(module: str) -> str:
+    spec = find_spec(module)
+    return str(spec.origin) if spec is not None else ""
 
 
 # Names of types in messages about values of a wrong type.

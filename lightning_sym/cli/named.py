@@ -57,7 +57,8 @@ def wrong_class(tree: Mapping[str, Any]) -> str:
     found = [(path, kind.replace(":", ".", 1)) for path, kind, _ in classes(tree) if path in _ROOMS]
     for path, kind in found:
         if (file := Path(kind if kind.endswith(".py") else f"{kind}.py")).is_file():
-            bound = [name for name in sorted(_bound(file) or ()) if name[0].isupper()][:3]
+            defined = re.findall(r"^class ([A-Z]\w*)", file.read_text(encoding="utf-8"), re.MULTILINE)
+            bound = (defined or [name for name in sorted(_bound(file) or ()) if name[0].isupper()])[:3]
             names = ", ".join(f"{file.stem}.{name}" for name in bound) or f"{file.stem}.NAME"
             return f"{path}: {kind} is a module; name a class in it, as {names}."
     # Others are files of settings.

@@ -1,11 +1,14 @@
 """Help on ``fit`` and similar commands, one screen at a time, read from the source without importing torch."""
 
 import ast
+import importlib
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 
-from lightning_sym._text import unknown
-from lightning_sym.cli.catalogue import TRAINER, definition_of, summaries
+from lightning_sym._text import nearest, unknown
+from lightning_sym.cli.catalogue import TRAINER, class_names, definition_of, summaries
 
 _SECTIONS = {
     "model": "the experiment: its class, and --model.NAME for its arguments (members, zoo, pairs, optimizer, ...)",
@@ -36,7 +39,7 @@ def overview(command: str, part: str = "") -> str:
 
     Args:
         command: ``fit`` or a similar command.
-        part: A section, the name of one of our classes, or nothing.
+        part: A section, the name of one of our classes, the full path of another one, or nothing.
 
     Raises:
         ValueError: If there is no such section or class.
@@ -53,11 +56,24 @@ def overview(command: str, part: str = "") -> str:
         )
         return "\n".join([f"{head} options.", "", *lines])
     kind = _CLASSES.get(part, part)
-    definition = definition_of(kind)
+    definition = definition_of(kind) or _imported(kind)
     if definition is None:
-        raise ValueError(f"{unknown('section', part, _SECTIONS)} Also the name of a class of lightning_sym.")
+        said = unknown("section", part, _SECTIONS)
+        hint = "" if "Did you mean" in said else nearest(part, class_names())
+        raise ValueError(f"{said}{hint} Also the name of a class of lightning_sym, or the full path of another class.")
     rows = list(_arguments(definition))
     return "\n".join([_summary(definition, part), "", *(line for row in rows for line in row)])
+
+
+def _imported(kind: str) -> ast.ClassDef | None:
+    """Return the definition of a class by its full path, which is imported; None if there is none."""
+    module, _, name = kind.rpartition(".")
+    try:
+        text = inspect.getsource(getattr(importlib.import_module(module), name)) if module else ""
+    except (ImportError, AttributeError, TypeError, OSError):
+        return None
+    found = ast.parse(textwrap.dedent(text)).body[:1]
+    return found[0] if found and isinstance(found[0], ast.ClassDef) else None
 
 
 def _overview(command: str) -> str:
@@ -90,7 +106,10 @@ def _summary(definition: ast.ClassDef, part: str) -> str:
 def _arguments(definition: ast.ClassDef) -> Iterator[list[str]]:
     """Yield the lines on each argument of a constructor: its name, default, type and description."""
     made = next((one for one in definition.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
-    if made is None:
+    if made is None:  # the constructor of a base
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in definition.bases]
+        above = [definition_of(base.id) for base in bases if isinstance(base, ast.Name)]
+        yield from next(filter(None, (list(_arguments(one)) for one in above if one is not None)), [])
         return
     told = _documented(ast.get_docstring(definition) or "") | _documented(ast.get_docstring(made) or "")
     plain = [*made.args.posonlyargs, *made.args.args]

@@ -15,7 +15,17 @@ from typing import Any
 
 from lightning_sym._checkpoint_files import check_described, check_out, element_in, files_of_result, single
 from lightning_sym._text import nearest, unknown
-from lightning_sym.cli.given import arguments_of, class_of, listed, prefix_of, read_own, seed_of, shape_of, whole
+from lightning_sym.cli.given import (
+    arguments_of,
+    class_of,
+    listed,
+    missing_options,
+    prefix_of,
+    read_own,
+    seed_of,
+    shape_of,
+    whole,
+)
 from lightning_sym.cli.named import check_classes
 
 USAGE = (
@@ -143,7 +153,7 @@ def read_options(args: Sequence[str]) -> Asked:
     if len(files) != 1:
         raise ValueError(f"Expected one checkpoint, got {', '.join(files) or 'none'}.")
     if not class_of(given.get("out")):
-        raise ValueError("Missing: --out.")
+        raise ValueError(missing_options(["out"], "moved.safetensors"))
     objective = class_of(given.get("objective"))
     if bool(objective) == ("apply" in given):
         raise ValueError(f"Expected one of --objective and --apply, got {'both' if objective else 'neither'}.")

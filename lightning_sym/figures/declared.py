@@ -198,7 +198,7 @@ class Chart:
 
     Attributes:
         panels: Panels, row by row; a panel without rows is left out.
-        title: Title of the figure; ``{title}`` is replaced by the title of the report.
+        title: Title of the figure; ``{title}`` is replaced by the subject of the report. Default: that of its table.
         columns: Panels in a row; 0 chooses one or two.
         size: Width and height of a panel in inches; None chooses them.
         legend: One ``below`` or ``beside`` all panels, one in ``each``, one ``above`` the data of each, or none.
@@ -206,7 +206,7 @@ class Chart:
     """
 
     panels: Sequence[Panel]
-    title: str = "{title}"
+    title: str | None = None
     columns: int = 0
     size: tuple[float, float] | None = None
     legend: Literal["below", "beside", "each", "above", ""] = "below"
@@ -217,13 +217,13 @@ class Chart:
 
         Args:
             tables: Rows by the name of the table, or the rows of the only one.
-            title: Title of the report.
+            title: Subject of the report.
 
         Raises:
             ValueError: If there is nothing to draw.
         """
         named = tables if isinstance(tables, Mapping) else {"": tables}
-        return _drawn(self, named, self.title.format(title=title))
+        return _drawn(self, named, ("{title}" if self.title is None else self.title).format(title=title))
 
     def named(
         self, name: str, tables: Mapping[str, Sequence[Row]] | Sequence[Row], title: str = ""
@@ -233,7 +233,7 @@ class Chart:
         Args:
             name: Name of the figure.
             tables: As for :meth:`draw`.
-            title: Title of the report.
+            title: Subject of the report.
         """
         named = tables if isinstance(tables, Mapping) else {"": tables}
         if any(True for panel in self.panels for _ in panel.split(named)):

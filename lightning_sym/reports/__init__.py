@@ -7,5 +7,7 @@ from lightning_sym.reports.report import Column as Column
 from lightning_sym.reports.report import Report as Report
 from lightning_sym.reports.report import ResultTable as ResultTable
 from lightning_sym.reports.report import RunResults as RunResults
+from lightning_sym.reports.report import averages as averages
+from lightning_sym.reports.report import grouped as grouped
 
 __all__ = exported(globals())

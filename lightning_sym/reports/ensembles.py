@@ -44,7 +44,7 @@ REPORT = Report(
     {
         "ensembles": Chart(
             [_panel("loss", "loss, nats"), _panel("accuracy", "accuracy, %", 100),
-             _panel("calibration_error", "calibration error, %", 100)]
+             _panel("calibration_error", "calibration error, %", 100)], "{title}"
         )
     },
     title="Ensembles: {title}",

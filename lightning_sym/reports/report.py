@@ -7,17 +7,18 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from matplotlib.figure import Figure
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape, render
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from lightning_sym._files import write_atomically
 from lightning_sym._notebook import Tabular, html_table, python_number
@@ -63,7 +64,7 @@ def text_table(
 
     def table(lengths: tuple[int, int], shown: Sequence[int]) -> Table:
         most, heading = lengths
-        made = Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
+        made = _Table(box=SIMPLE_HEAD if compact else HEAVY_HEAD, pad_edge=not compact, title_justify="left")
         for index in shown:
             justify: Literal["left", "right"] = "left" if index < names else "right"
             shown_heading = escape(broken_name(headings[index], heading))
@@ -78,11 +79,22 @@ def text_table(
     everything = range(len(columns))
     found = next((one for lengths in _LENGTHS if _width(one := table(lengths, everything)) <= _WIDTH), None)
     if found is None:
-        found = Table.grid()
+        found = _Table.grid()
         for shown in _blocks(everything, names, lambda shown: _width(table(_LENGTHS[-1], shown)) <= _WIDTH):
             found.add_row(table(_LENGTHS[-1], shown))
     found.title, found.title_justify = escape(title), "left"
     return found
+
+
+class _Table(Table):
+    """A table with a title that may be wider than its columns."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text.from_markup(str(self.title), style="table.title")
+        with_title, self.title = self.title, None
+        yield from super().__rich_console__(console, options)
+        self.title = with_title
 
 
 def _width(table: Table) -> int:
@@ -389,7 +401,7 @@ class RunResults:
 
 def _unit(name: str, units: Mapping[str, str]) -> str:
     """Return the unit of a number such as ``barrier/test_loss/line``, which the column ``loss_barrier`` has."""
-    of_columns = {column.lower(): unit for columns, unit in units.items() for column in columns.split(", ")}
+    of_columns = {column.lower(): unit for columns, unit in units.items() for column in re.split(r",\s*", columns)}
     parts = [re.sub("^(train|val|test)_", "", part) for part in name.lower().split("/")]
     together = [f"{part}_{other}" for part in parts for other in parts]
     return next((of_columns[column] for column in (*together, *parts) if column in of_columns), "")
@@ -419,7 +431,7 @@ class Column:
     """A column of the tables of a report.
 
     Attributes:
-        name: Its name; several names with commas between them share one unit.
+        name: Its name; ``low, high`` are two columns that share a unit.
         unit: The unit, or the meaning of the numbers.
         heading: Heading on the terminal; empty for columns that are only in the files.
         text: How a cell is printed: a format, or a function of the row.
@@ -495,7 +507,7 @@ class Report:
         tables: Short description of the rows of each table, by the name of its files.
         columns: Columns of all tables.
         charts: Charts by the name of the file.
-        title: Title of the table on the terminal; ``{title}`` is replaced by that of the report.
+        title: Title of the table on the terminal; ``{title}`` is replaced by the subject of the report.
         shown: Name of the table that is printed and that has the final numbers; default the first one.
         layout: How the printed table is laid out, see :func:`lightning_sym.reports.report.text_table`.
         headline: Name of the main one of the final numbers; default the first one.
@@ -545,5 +557,6 @@ class Report:
 
     def _figures(self, rows: Mapping[str, Sequence[Row]], title: str, others: Any) -> Iterator[tuple[str, Figure]]:
         for name, chart in self.charts.items():
+            chart = replace(chart, title=self.title) if chart.title is None else chart
             yield from chart.named(name, rows, title)
         yield from others

@@ -12,7 +12,8 @@ def population_state(task: Any) -> dict[str, Any]:
     parts = gather(mine) if task.member_parallel else [mine]
     kept, stopped, records = ({n: one for part in parts for n, one in part[i].items()} for i in range(3))
     return {
-        **task.identity(),
+        "identity": task.identity(),
+        "optimizer": _optimizer(task),
         "kept": dict(kept),
         "stopped": dict(stopped),
         "records": dict(records),
@@ -23,23 +24,19 @@ def population_state(task: Any) -> dict[str, Any]:
     }
 
 
-def load_population_state(task: Any, saved: dict[str, Any] | None) -> None:
+def load_population_state(task: Any, checkpoint: Mapping[str, Any]) -> None:
     """Restore this rank's members from the result of :func:`population_state`.
 
     Raises:
-        ValueError: If the checkpoint is of other members or settings, or training resumes with another placement of
-            the members.
+        ValueError: If the checkpoint is of other members or settings, or training resumes with another optimizer,
+            fewer epochs, or another placement of the members.
     """
-    identity = task.identity()
-    if saved is None or not identity.keys() <= saved.keys():
+    saved = checkpoint.get("population")
+    if saved is None or not task.identity().keys() & saved["identity"].keys():
         raise ValueError(f"The checkpoint holds no population: it was not written by a {type(task).__name__}.")
-    require_same(saved, identity)
-    processes = task.trainer.world_size if task.member_parallel else 1
-    if saved["processes"] != processes and task._trainer is not None and task.trainer.state.fn == "fit":
-        raise ValueError(
-            f"The members of the checkpoint were placed on {saved['processes']} process(es) and those of this run "
-            f"on {processes}; resume with the same strategy and number of processes."
-        )
+    require_same(saved["identity"], task.identity())
+    if task._trainer is not None and task.trainer.state.fn == "fit":
+        _check_training(task, saved, checkpoint)
     own = set(task.population.numbers)
 
     def mine_of(part: str) -> dict[int, Any]:
@@ -53,11 +50,33 @@ def load_population_state(task: Any, saved: dict[str, Any] | None) -> None:
         task.train_metrics.set_totals(saved["train_sums"])
 
 
+def _optimizer(task: Any) -> dict[str, Any]:
+    """Return what training restores from a checkpoint: the classes first, then their settings."""
+    settings = dict(task._settings)
+    names = {name: settings.pop(f"{name}_name") for name in ("optimizer", "lr_scheduler")}
+    return {**names, **settings}
+
+
+def _check_training(task: Any, saved: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
+    """Raise unless training can go on as it was begun."""
+    # Lightning would restore the state and the learning rate of the old optimizer into the new one.
+    require_same(saved["optimizer"], _optimizer(task))
+    begun, most = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"], task.trainer.max_epochs
+    if most not in (None, -1) and begun > most:
+        raise ValueError(f"The checkpoint is of epoch {begun} and max_epochs is {most}; raise it to at least {begun}.")
+    processes = task.trainer.world_size if task.member_parallel else 1
+    if saved["processes"] != processes:
+        raise ValueError(
+            f"The members of the checkpoint were placed on {saved['processes']} process(es) and those of this run "
+            f"on {processes}; resume with the same strategy and number of processes."
+        )
+
+
 def require_same(saved: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise unless a checkpoint has the settings of this run."""
-    for name, mine in identity.items():
-        if saved[name] != mine:
-            theirs, ours = first_difference(saved[name], mine)
+    """Raise unless a checkpoint has the settings of this run; one that is missing on a side is ``none`` there."""
+    for name in {**identity, **saved}:
+        if saved.get(name, "none") != identity.get(name, "none"):
+            theirs, ours = first_difference(saved.get(name, "none"), identity.get(name, "none"))
             raise ValueError(
                 f"The checkpoint has {name} {theirs} and this run has {ours}; use the settings that it was made with, "
                 "which the config.yaml of its run holds."

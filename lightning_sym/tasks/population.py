@@ -379,6 +379,18 @@ class PopulationTask(PopulationInterface):
             parts = gathered({n: tree_map_only(Tensor, Tensor.cpu, value) for n, value in values.items()})
         return dict(sorted((number, value) for part in parts for number, value in part.items()))
 
+    def kept_states(self) -> dict[int, dict[str, Tensor]]:
+        """Collect the kept weights of the members of all ranks; to be called on every rank.
+
+        Returns:
+            State dicts by number, without members that were stopped before any weights were kept; the current weights
+            of all members if nothing was trained.
+        """
+        own = {number: record["state"] for number, record in self.kept.items()}
+        if not own and not self.trainer.global_step:
+            own = {number: self.population.member_state(number) for number in self.population.numbers}
+        return self.gathered_by_member(own)
+
     def gathered(self) -> tuple[dict[int, dict[str, Any]], dict[int, float]]:
         """Collect the records of stopped members and the ages of kept weights; to be called on every rank.
 
@@ -503,7 +515,7 @@ class PopulationTask(PopulationInterface):
             ValueError: If the checkpoint has other members, settings, or, when training resumes, processes.
         """
         self.configure_model()
-        load_population_state(self, checkpoint.get("population"))
+        load_population_state(self, checkpoint)
 
     def broken_weights(self) -> list[str]:
         """Return the names of weights that are not finite, except for the current weights of stopped members."""

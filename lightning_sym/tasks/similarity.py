@@ -381,7 +381,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the results."""
         checkpoint["similarity"] = {
-            **self.identity(),
+            "identity": self.identity(),
             "similarities": self.similarities,
             "live": self.live,
             "images": self.images,
@@ -401,7 +401,7 @@ class SimilarityTask(LoadsTrusted, LightningModule):
                 "The checkpoint was written before all images had been seen, and holds no similarities; restart the "
                 "run, without ckpt_path."
             )
-        require_same(saved, self.identity())
+        require_same(saved["identity"], self.identity())
         self.similarities, self.live, self.images = saved["similarities"], saved["live"], saved["images"]
 
 

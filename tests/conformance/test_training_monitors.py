@@ -127,7 +127,7 @@ def test_fast_dev_run_leaves_no_files(tmp_path):
     scope="module",
     params=[
         (plain, 2, {"every_n_steps": 2}),
-        (zoo, None, {"every_n_epochs": 2, "members": [1]}),
+        (zoo, None, {"every_n_epochs": 3, "members": [1]}),  # four epochs: the last point is that of the end
         pytest.param((plain, None, {}), marks=pytest.mark.slow),
         pytest.param((zoo, 2, {"every_n_steps": 3}), marks=pytest.mark.slow),
     ],
@@ -164,6 +164,16 @@ def test_resumed_is_uninterrupted(resumed, kind):
         for folder in others:
             assert read_rows(folder / "results" / name) == rows
             assert (folder / "results" / f"{name}.csv").read_bytes() == (whole / "results" / f"{name}.csv").read_bytes()
+
+
+def test_a_run_that_is_given_more_epochs_has_the_points_of_a_longer_one(tmp_path):
+    def run(name, epochs, **changes):
+        fit(tmp_path / name, zoo(), monitor(SymmetryMonitor, every_n_epochs=2), saving(tmp_path / name),
+            max_epochs=epochs, **changes)  # fmt: skip
+        return read_rows(tmp_path / name / "results" / TABLES[SymmetryMonitor][0])
+
+    assert max(row["epoch"] for row in run("first", 3)) == 3
+    assert run("first", 4, ckpt_path=tmp_path / "first" / "last.ckpt") == run("whole", 4)
 
 
 @pytest.fixture(scope="module")

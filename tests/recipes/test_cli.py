@@ -613,6 +613,17 @@ def test_main_returns_a_status_and_never_exits(monkeypatch, capsys):
     assert os.environ.get("LIGHTNING_SYM_TRACEBACK") is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("ZooTask", "members = 4"), ("SimilarityReport", "dirpath = None"), ("shown.Report", "dirpath = None"),
+     ("shown.Net", "width = 8"), ("torch.optim.SGD", "momentum = 0")],
+)  # fmt: skip
+def test_help_shows_the_options_of_any_class_also_of_its_base(kind, option):
+    own = "class Net:\n    def __init__(self, width=8): ...\n\n\nclass Report(ZooReport): ...\n"
+    Path("shown.py").write_text(f"from lightning_sym.callbacks import ZooReport\n\n\n{own}")
+    assert f"\n  {option}" in succeed("fit", "--help", kind).out
+
+
 @pytest.mark.parametrize(("options", "bars"), [((), False), (("--trainer.enable_progress_bar=true",), True)])
 def test_there_is_a_progress_bar_in_a_pipe_only_if_it_is_asked_for(options, bars):
     quiet = [option for option in QUIET if "progress_bar" not in option]

@@ -114,8 +114,8 @@ ZooTask has no option 'model.membres'. Did you mean 'model.members'?
 $ fit SMALL --model.network.widthz=[3]
 MultiLayerPerceptron has no option 'model.network.widthz'. Did you mean 'model.network.widths'?
 $ fit SMALL --model.network.batch_norm=1
-MultiLayerPerceptron has no option 'model.network.batch_norm'. lightning-sym fit --model ZooTask --model.network.help
-MultiLayerPerceptron lists those it has.
+MultiLayerPerceptron has no option 'model.network.batch_norm'. lightning-sym fit --help MultiLayerPerceptron lists those
+it has.
 $ fit SMALL --model.optimizer=SGD --model.optimizer.momentun=0.9
 SGD has no option 'model.optimizer.momentun'. Did you mean 'model.optimizer.momentum'?
 $ fit SMALL --model.optimizer=SGD --model.optimizer.learning_rate=0.1
@@ -148,6 +148,11 @@ model.loss: There is no function torch.nn.functional.cross_entropyy. Did you mea
 $ fit SMALL --model=raises.Task
 model: raises, which holds Task, imports 'does_not_exist_anywhere', and there is no such module; install it, or put its
 folder on PYTHONPATH.
+$ fit SMALL --model.network=misspelt.Net
+...network: misspelt, which holds Net, cannot be imported: ImportError in line 1: cannot import name 'Colum' from
+'lightning_sym.reports' (...); correct the module.
+$ fit SMALL --model=divides.Task
+model: divides, which holds Task, cannot be imported: ZeroDivisionError in line 2: division by zero; correct the module.
 $ fit SMALL --model.members=many
 model.members: expected an integer, got 'many'.
 $ fit SMALL --trainer.max_epochs=many
@@ -370,6 +375,8 @@ def test_the_command_line_says_in_one_line_what_is_wrong(status, command, senten
     Path("twice.yaml").write_text("model:\n  members: 2\n  members: 3\n")
     Path("folder").mkdir()
     Path("needs.py").write_text(NEEDS)
+    Path("misspelt.py").write_text("from lightning_sym.reports import Colum\n\nclass Net: ...")
+    Path("divides.py").write_text("class Task: ...\n1 / 0")
     Path("raises.py").write_text("import does_not_exist_anywhere\n\nclass Task: ...")
     monkeypatch.syspath_prepend(Path.cwd())
     torch.save({"x": torch.randn(64, 1, 8, 8), "y": torch.randn(64, 1)}, "values.pt")

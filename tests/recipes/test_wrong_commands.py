@@ -39,27 +39,31 @@ $ fit --config=folder
 folder is a folder; --config takes a file, or the name of a recipe.
 $ fit --help trainr
 Unknown section 'trainr'; expected one of: model, network, data, callbacks, trainer, checkpoint. Did you mean
-'trainer'? Also the name of a class of lightning_sym.
+'trainer'? Also the name of a class of lightning_sym, or the full path of another class.
+$ fit --help SimilarityReprt
+Unknown section 'SimilarityReprt'; ... Did you mean 'SimilarityReport'? ...
 $ fit --help trainer.devices
 Unknown section 'trainer.devices'; ... Did you mean 'trainer'? ...
 $ import a.pt --network=own_nets.Net
-Missing: --out.
+Missing: --out; give for example --out runs/mine/zoo.
 $ import a.pt --network.width=8 --out=zoo
-Missing: --network.
+Missing: --network; give for example --network my_networks.Net.
 $ import --network=own_nets.Net --out=zoo
-Missing: a file.
+Missing: the file of a checkpoint.
 $ spectrum --data=DigitsDataModule
 spectrum takes one or more checkpoints, or a zoo; got none.
 $ similarity a.pt ASK
 similarity takes two or more checkpoints, or a zoo; got a.pt.
+$ curve zoo a.pt ASK
+zoo is a zoo; expected one zoo alone, or the files of checkpoints.
 $ curve a.pt ASK
 curve takes two or more checkpoints, or a zoo; got a.pt.
 $ spectrum a.pt
-Missing: --network, --data.
+Missing: --network, --data; give for example --network my_networks.Net --data MNIST5kDataModule.
 $ evidence a.pt --data=DigitsDataModule
-Missing: --network.
+Missing: --network; give for example --network my_networks.Net.
 $ learning-coefficient a.pt --network=own_nets.Net
-Missing: --data.
+Missing: --data; give for example --data MNIST5kDataModule.
 $ spectrum a.pt --netwrk=own_nets.Net --data=DigitsDataModule
 spectrum has no option 'netwrk'. Did you mean 'network'?
 $ spectrum a.pt ASK --out
@@ -106,7 +110,7 @@ Expected a command, got --config; for example lightning-sym fit --config zoo/mni
 $ recipes zoo/mnist5k stitching/mnist5k
 recipes takes one name or none, got zoo/mnist5k stitching/mnist5k.
 $ merge MODELS
-Missing: --out.
+Missing: --out; give for example --out merged.safetensors.
 $ merge MODELS -o m.safetensors
 Unknown option '-o'; options begin with two dashes, as in --o.
 $ merge a.pt b.pt --architecture=own_nets.Net --out=m.safetensors
@@ -223,8 +227,6 @@ $ evidence a.pt --network=nowhere:make --data=DigitsDataModule
 network: There is no module 'nowhere'. If it is yours, run this in its folder, or put that on PYTHONPATH.
 $ spectrum mine --data=DigitsDataModule
 mine is a folder; expected the file of a checkpoint. It holds zoo: give mine/zoo.
-$ curve zoo a.pt ASK
-zoo is a folder; expected the file of a checkpoint.
 $ evidence a.pt --network=own_nets.Net --data=TensorDataModule --data.train=absent.pt
 data.train: There is no file .../absent.pt; expected a .pt, .safetensors or .npz file with x and y.
 $ evidence a.pt --network=own_nets.Net --data=TensorDataModule --data.train=own_nets.py
@@ -354,7 +356,7 @@ FILES = {
     **dict.fromkeys(("a.pt", "b.pt", "there.safetensors", "taken/checkpoints/last.ckpt"), ""),
     **dict.fromkeys(("thesis/results/years_of_work.txt", "zoo/member-0000.safetensors"), ""),
     **dict.fromkeys(("zoo/member-0001.safetensors", "mine/zoo/member-0000.safetensors"), ""),
-    "own_nets.py": "class Net:\n    pass\n",
+    "own_nets.py": "from collections import Counter\n\n\nclass Net:\n    pass\n",
     "broken_nets.py": "class Net(:\n",
     "named.yaml": "model: {class_path: ZooTask, init_args: {network: own_nets.Net}}",
     "taken/config.yaml": "model: {}",

@@ -21,8 +21,8 @@ def test_a_package_and_its_first_name_load_no_more_than_they_need():
 
 def test_a_package_exports_what_it_imports_as_itself():
     package = importlib.import_module("lightning_sym.reports")
-    assert package.__all__ == ["Column", "Report", "ResultTable", "RunResults", "bootstrap_over_models",
-                               "student_interval"]  # fmt: skip
+    assert package.__all__ == ["Column", "Report", "ResultTable", "RunResults", "averages", "bootstrap_over_models",
+                               "grouped", "student_interval"]  # fmt: skip
     assert "exported" not in package.__all__
 
 

@@ -198,8 +198,8 @@ def write_other_formats():
         ("named.safetensors", "is a file of torch.save, not a file of safetensors; give it the ending .pt."),
         ("lfs.safetensors", "is a pointer of Git LFS, not a file of safetensors; fetch the file itself with git lfs"),
         ("cut.safetensors", "is damaged, or no safetensors file"),
-        ("half.pt", "is damaged or truncated, or no file of torch.save"),
-        ("half_of_old.pt", "is damaged or truncated, or no file of torch.save"),
+        ("half.pt", "is damaged or truncated, or no file of torch.save; fetch or write it again"),
+        ("half_of_old.pt", "is damaged or truncated, or no file of torch.save; fetch or write it again"),
         ("words.safetensors", "is text, not a file of safetensors"),
         ("list.pt", "holds no tensors by name"),
         ({"hidden.weight": torch.zeros(4, 64)}, "does not hold 'hidden.bias', 'norm.weight', "),
@@ -339,8 +339,8 @@ def test_regressors_are_imported_with_their_squared_distance():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ("a.pt", "Missing: --network, --out."),
-        ("--network=my_networks.Plain --out=zoo", "Missing: a file."),
+        ("a.pt", "Missing: --network, --out; give for example --network my_networks.Net --out runs/mine/zoo."),
+        ("--network=my_networks.Plain --out=zoo", "Missing: the file of a checkpoint."),
         ("--network=my_networks.Plin --out=zoo a.pt", "There is no class 'my_networks.Plin'. Did you mean 'Plain'?"),
         ("--network=nowhere.Plain --out=zoo a.pt", "network: There is no module 'nowhere'."),
         ("--network=my_networks.Plain --network.widht=3 --out=zoo a.pt", "Plain has no argument 'widht'. Did you mean"),

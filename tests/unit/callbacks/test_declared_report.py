@@ -6,6 +6,7 @@ import pytest
 from fits import digits, fit
 from helpers import assert_refused, printed, read_csv
 from pytorch_lightning.loggers import TensorBoardLogger
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sym.callbacks import RunReport
@@ -19,7 +20,7 @@ from lightning_sym.tasks import ZooTask
 class SizeReport(RunReport):
     """Report the norms of the layers of the members of a zoo."""
 
-    needs = ("population", "gathered_by_member")
+    needs = ("kept_states",)
     example = "ZooTask"
     declared = Report(
         tables={"sizes": "norms of the layers of the members of a zoo"},
@@ -33,8 +34,7 @@ class SizeReport(RunReport):
                 [
                     Panel([Marks("norm", x="layer", label="mean of all members")], ylabel="norm"),
                     Panel([Marks("norm", x="layer", group=["member"], kind="bars")], ylabel="norm", bottom=0),
-                ],
-                title="Sizes of {title}",
+                ]
             )
         },
         title="Sizes of {title}",
@@ -42,15 +42,14 @@ class SizeReport(RunReport):
     )
 
     def measure(self, trainer, task, data):
-        rows = {
-            number: [
+        return {
+            "sizes": [
                 {"member": number, "layer": name.removesuffix(".weight"), "norm": float(tensor.norm())}
-                for name, tensor in task.population.member_state(number).items()
+                for number, state in task.kept_states().items()
+                for name, tensor in state.items()
                 if name.endswith("weight")
             ]
-            for number in task.population.numbers
         }
-        return {"sizes": [row for own in task.gathered_by_member(rows).values() for row in own]}
 
 
 def test_a_declaration_is_a_table_a_figure_numbers_and_a_summary(tmp_path, capsys):
@@ -123,3 +122,14 @@ def test_tables_without_rows_are_kept_and_missing_ones_are_not():
     assert [(table.name, len(table.rows)) for table in found.tables] == [("a", 0), ("b", 3)]
     assert (found.headline, found.notes, found.shown) == ("x", ["n"], None)
     assert [table.name for table in report.results({"b": ROWS}, title="t", about={}).tables] == ["b"]
+
+
+def test_a_chart_has_the_title_of_the_table_which_may_be_wider_than_its_columns(capsys):
+    report = Report(
+        {"a": "rows"}, [Column("x", heading="x")], {"c": Chart([Panel([Marks("y", "x")])])}, "Heights of {title}"
+    )
+    results = report.results({"a": [{"x": 1, "y": 2.0}]}, title="some networks", about={})
+    ((_, figure),) = results.figures
+    assert figure.get_suptitle() == "Heights of some networks"
+    Console().print(results.shown)
+    assert capsys.readouterr().out.startswith("Heights of some networks\n")

@@ -96,7 +96,10 @@ def test_other_architectures_and_data_are_refused(tmp_path, manifest):
         task = ZooTask(perceptron(width), members=1, seed=5)
         fit(tmp_path, ZooExport(), task=task, data=digits(**changes))
 
-    assert_refused(lambda: export(9), says=["widths=[8]", "but this run trains", "widths=[9]", "; choose another"])
+    assert_refused(
+        lambda: export(9),
+        says="holds MultiLayerPerceptron(widths=[8]) but this run trains MultiLayerPerceptron(widths=[9]); choose",
+    )
     assert_refused(lambda: export(data_seed=1), says=["Member 0 of the zoo at", "--data.data_seed is 1, and was 0; "])
     assert_refused(lambda: export(mean=[0.5], std=[0.5]), says="other data: --data.mean is [0.5], and was null; ")
     export(batch_size=8)  # settings of the training only are no other data

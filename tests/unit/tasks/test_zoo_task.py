@@ -545,3 +545,50 @@ def test_a_checkpoint_of_other_mixtures_is_refused(tmp_path):
             trainer(tmp_path).fit(
                 ZooTask(perceptron(), members=1, **other), digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True
             )
+
+
+def test_kept_weights_are_the_evaluated_ones_and_of_an_untrained_zoo_the_first(tmp_path):
+    task = fit(tmp_path / "trained", ZooTask(perceptron(), members=2, optimizer=wild))
+    with task.evaluating():
+        for number, state in task.kept_states().items():
+            assert_same(state, task.population.member_state(number))
+    untrained = fit(tmp_path / "untrained", ZooTask(perceptron(), members=2), epochs=0)
+    assert_same(untrained.kept_states()[1], perceptron().fresh(1).state_dict())
+
+
+def test_a_setting_that_only_one_side_has_is_refused(tmp_path):
+    class Noisy(ZooTask):
+        noise = 0.0
+
+        def identity(self):
+            return super().identity() | ({"noise": self.noise} if self.noise else {})
+
+    for saved, mine, says in ((0.5, 0.0, "noise 0.5 and this run has none"), (0.0, 0.5, "noise none and this run has")):
+        made, other = (Noisy(perceptron(), members=1) for _ in range(2))
+        made.noise, other.noise = saved, mine
+        run = trainer(tmp_path, epochs=1)
+        run.fit(made, digits())
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        with pytest.raises(ValueError, match=says):
+            trainer(tmp_path).fit(other, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"optimizer": torch.optim.SGD}, "has optimizer Adam and this run has SGD; use the settings"),
+        ({"optimizer": wild}, "has lr 0.01 and this run has 0.3"),
+        ({"lr_scheduler": cosine}, "has lr_scheduler none and this run has CosineAnnealingLR"),
+        ({"max_epochs": 1}, "The checkpoint is of epoch 2 and max_epochs is 1; raise it to at least 2"),
+    ],
+)
+def test_training_is_not_resumed_with_another_optimizer_or_fewer_epochs(changes, says, tmp_path):
+    run = trainer(tmp_path, epochs=2)
+    run.fit(ZooTask(perceptron(), members=1, optimizer=adam), digits())
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    settings = {"optimizer": adam, **changes}
+    epochs = settings.pop("max_epochs", 3)
+    task = ZooTask(perceptron(), members=1, **settings)
+    with pytest.raises(ValueError, match=says):
+        trainer(tmp_path, epochs).fit(task, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    trainer(tmp_path).test(task, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
