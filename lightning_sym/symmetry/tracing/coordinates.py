@@ -36,11 +36,19 @@ def varies(array: Tensor, axis: int) -> bool:
     return not torch.equal(array, array.narrow(axis, 0, 1).expand_as(array))
 
 
+def thinned(array: Tensor, lead: int = 0) -> Tensor:
+    """Reduce axes along which an array is constant to size 1."""
+    for axis in range(lead, array.ndim):
+        if array.shape[axis] > 1 and not varies(array, axis):
+            array = array.narrow(axis, 0, 1)
+    return array
+
+
 def varying_axes(moved: Tensor) -> list[int]:
     """Return the axes along which moved coordinates vary, ignoring padding."""
-    moved = core(moved)
+    moved = thinned(moved)
     if not bool((moved == 0).any()):
-        return [axis for axis in range(moved.ndim) if varies(moved, axis)]
+        return [axis for axis, size in enumerate(moved.shape) if size > 1]
     least = torch.where(moved == 0, torch.inf, moved)
     return [
         axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
@@ -55,6 +63,11 @@ def moved_coordinates(
     for step in path:
         moved = step(moved)
     return moved
+
+
+def left_after(shape: tuple[int, ...], axes: Sequence[int], path: Iterable[Callable[[Tensor], Tensor]]) -> Ints:
+    """Return the coordinates on some axes that are left after moves, perhaps repeatedly."""
+    return thinned(moved_coordinates(shape, axes, path)).long().reshape(-1).numpy()
 
 
 def reduced_to_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
@@ -103,3 +116,64 @@ def numbered_rows(rows: NDArray[Any]) -> Ints:
         order = np.unique(rows[:, differs.argmax()], return_inverse=True)[1]
         _, first, number = np.unique(number * len(rows) + order, return_index=True, return_inverse=True)
     return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def moved_positions(
+    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], own: tuple[int, ...], *, part: Tensor
+) -> tuple[bool, tuple[int, ...], Ints]:
+    """Return whether a move adds elements, the axes along which moved units vary, and their positions there.
+
+    Args:
+        function: The move.
+        shape: The shape before.
+        own: The axes of the units.
+        part: The moved coordinates on these.
+    """
+    thin = thinned(part)
+    filled, axes = bool(thin.min() == 0), varying_axes(thin)
+    if not axes and filled and part.ndim == len(shape):
+        # A unit padded along its own axis: the new elements are other units.
+        axes, thin = [axis for axis in own if part.shape[axis] > 1 and shape[axis] == 1], part
+    return filled, tuple(axes), reduced_to_axes(thin, axes) - 1
+
+
+def equal_positions(path: Sequence[Callable[[Tensor], Tensor]], shape: tuple[int, ...], axes: tuple[int, ...]) -> Ints:
+    """Number the positions on some axes of a moved value; positions with always equal contents share a number."""
+    part = moved_coordinates(shape, range(len(shape)), path)
+    sizes = tuple(part.shape[axis] for axis in axes)
+    rows = rows_of(part, axes)
+    return np.zeros(sizes, np.int64) if len(rows) == 1 else numbered_rows(rows).reshape(sizes)
+
+
+def copies_of(
+    function: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    own: tuple[int, ...],
+    *,
+    axes: tuple[int, ...],
+    position: Ints,
+) -> Ints:
+    """Distinguish copies of a position by their places on a value's axes without units.
+
+    Args:
+        function: The move.
+        shape: The shape before.
+        own: The axes of the units.
+        axes: The axes along which moved units vary.
+        position: Their positions there.
+    """
+    code = np.zeros_like(position)
+    for axis, size in enumerate(shape):
+        if axis in own or size == 1:
+            continue
+        place = function(coordinates(shape, (axis,)))
+        along = set(varying_axes(thin := thinned(place)))
+        if along <= set(axes):
+            code = code * (size + 1) + reduced_to_axes(thin, axes) if along else code
+        elif along & set(axes):  # each position shows some of the places (alternating, for example)
+            _, shown = np.unique(rows_of(place, axes), axis=0, return_inverse=True)
+            code = code * (size + 1) + shown.reshape(code.shape)
+    code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # equal for inputs of other sizes
+    # Remaining duplicates (a tensor joined to itself) are distinguished by their order.
+    rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
+    return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
