@@ -79,6 +79,7 @@ class _Respeller:
         self.constants = Constants()
         self.failures: dict[fx.Node, int] = {}
         self.planes: dict[Any, Planes | None] = {}  # of regions, by their computation
+        self.sums: dict[Any, tuple[list[int], float]] = {}
         self.named = False
 
     def run(self) -> int:
@@ -264,7 +265,9 @@ class _Respeller:
         made, own = self._function(region), self.rewriter.shape(start)
         if math.prod(own) > _MOST_ELEMENTS:
             return None
-        axes, factor = find_sum(lambda x: made({start: x}), own, shape)
+        if (key := (own, shape, self._spelling(region))) not in self.sums:  # equal in all layers
+            self.sums[key] = find_sum(lambda x: made({start: x}), own, shape)
+        axes, factor = self.sums[key]
         factor *= math.prod(own[axis] for axis in axes)
 
         def put() -> fx.Node:

@@ -333,6 +333,8 @@ class Unknowns:
             return None
         own = numbers.numpy()
         gone = np.asarray(self.zero[own])
+        if not gone.any():
+            return numbers
         return None if gone.all() else torch.from_numpy(np.asarray(own * ~gone))  # faster than masking
 
     def combined(self, terms: Sequence[tuple[Tensor, Coefficient]], lead: int = 0) -> Tensor | None:
@@ -343,8 +345,8 @@ class Unknowns:
             lead: The number of leading axes.
         """
         terms = [(own, by) for numbers, by in terms if (own := self.living(numbers)) is not None and by.factor]
-        if not terms:
-            return None
+        if not terms or (len(terms) == 1 and terms[0][1] == ONE):
+            return terms[0][0] if terms else None
         shape = np.broadcast_shapes(
             *(numbers.shape for numbers, _ in terms), *(own.shape for _, by in terms for *_, own in by.items)
         )
