@@ -246,9 +246,14 @@ def unsaved_places(network: nn.Module) -> set[str]:
     }
 
 
-def constant_names(network: nn.Module) -> set[str]:
-    """Return the first names of tensors that no state dict contains: constants of the architecture."""
-    names, unsaved = first_names(network), unsaved_places(network)
+def constant_names(network: nn.Module, names: Mapping[str, str] | None = None) -> set[str]:
+    """Return the first names of tensors that no state dict contains: constants of the architecture.
+
+    Args:
+        network: The network.
+        names: Its :func:`first_names`, if known.
+    """
+    names, unsaved = first_names(network) if names is None else names, unsaved_places(network)
     return set(names.values()) - {name for place, name in names.items() if place not in unsaved}
 
 
@@ -590,7 +595,7 @@ def capture(
         stack.enter_context(mode)
 
         names = first_names(network)
-        unsaved = constant_names(network)
+        unsaved = constant_names(network, names)
         constants = {n for n, t in states.items() if not t.is_meta and (n in unsaved or not t.is_floating_point())}
         running = network if cuts is None else cuts.whole
         left_out: list[str] = []
