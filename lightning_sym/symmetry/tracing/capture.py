@@ -536,11 +536,17 @@ def _run_on_meta(network: nn.Module, call: Call) -> None:
         torch.func.functional_call(network, held, call.positional, dict(call.keywords), tie_weights=False)
 
 
-def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a fake tensor like the given one; on the CPU if the original is on the meta device."""
+def _without_data(tensor: Tensor, mode: FakeTensorMode, *, alone: bool = False) -> Tensor:
+    """Return a fake tensor like the given one; on the CPU if the original is on the meta device.
+
+    Args:
+        tensor: A tensor.
+        mode: The mode of the result.
+        alone: Whether no other tensor has the same elements in memory.
+    """
     plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and not tensor.is_quantized
-    if plain and not tensor.is_meta and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        # Eight times as fast as below, for tensors that are no views.
+    if alone and plain and not tensor.is_meta and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        # Eight times as fast as below, where views share their memory.
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, like, tensor.device)
     if not tensor.is_meta:
@@ -588,7 +594,7 @@ def capture(
         stack.callback(recorder.close)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Detached before entering the mode: inside, detaching is ten times as slow.
-        fake = {name: _without_data(tensor, mode) for name, tensor in states.items()}
+        fake = {name: _without_data(tensor, mode, alone=True) for name, tensor in states.items()}
         arguments = pytree.tree_map_only(
             Tensor, lambda t: _without_data(t, mode), (call.positional, dict(call.keywords))
         )

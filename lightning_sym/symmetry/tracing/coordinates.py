@@ -10,6 +10,9 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, as_array
 
+Axes = tuple[int, ...]
+Move = Callable[[Tensor], Tensor]
+
 _MANY = 2**22  # maximal numbers of a constant for exact comparison
 _COLUMNS = 8  # compared one by one before sorting whole rows
 
@@ -55,9 +58,7 @@ def varying_axes(moved: Tensor) -> list[int]:
     ]
 
 
-def moved_coordinates(
-    shape: tuple[int, ...], axes: Sequence[int], path: Iterable[Callable[[Tensor], Tensor]]
-) -> Tensor:
+def moved_coordinates(shape: Axes, axes: Sequence[int], path: Iterable[Move]) -> Tensor:
     """Return where the coordinates of a tensor's elements on some axes get to by one function after the other."""
     moved = coordinates(shape, axes)
     for step in path:
@@ -65,7 +66,7 @@ def moved_coordinates(
     return moved
 
 
-def left_after(shape: tuple[int, ...], axes: Sequence[int], path: Iterable[Callable[[Tensor], Tensor]]) -> Ints:
+def left_after(shape: Axes, axes: Axes, path: Iterable[Move]) -> Ints:
     """Return the coordinates on some axes that are left after moves, perhaps repeatedly."""
     return thinned(moved_coordinates(shape, axes, path)).long().reshape(-1).numpy()
 
@@ -118,13 +119,11 @@ def numbered_rows(rows: NDArray[Any]) -> Ints:
     return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def moved_positions(
-    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], own: tuple[int, ...], *, part: Tensor
-) -> tuple[bool, tuple[int, ...], Ints]:
+def moved_positions(move: Move, shape: Axes, own: Axes, *, part: Tensor) -> tuple[bool, Axes, Ints]:
     """Return whether a move adds elements, the axes along which moved units vary, and their positions there.
 
     Args:
-        function: The move.
+        move: The move.
         shape: The shape before.
         own: The axes of the units.
         part: The moved coordinates on these.
@@ -137,7 +136,7 @@ def moved_positions(
     return filled, tuple(axes), reduced_to_axes(thin, axes) - 1
 
 
-def equal_positions(path: Sequence[Callable[[Tensor], Tensor]], shape: tuple[int, ...], axes: tuple[int, ...]) -> Ints:
+def equal_positions(path: Iterable[Move], shape: Axes, axes: Axes) -> Ints:
     """Number the positions on some axes of a moved value; positions with always equal contents share a number."""
     part = moved_coordinates(shape, range(len(shape)), path)
     sizes = tuple(part.shape[axis] for axis in axes)
@@ -145,18 +144,11 @@ def equal_positions(path: Sequence[Callable[[Tensor], Tensor]], shape: tuple[int
     return np.zeros(sizes, np.int64) if len(rows) == 1 else numbered_rows(rows).reshape(sizes)
 
 
-def copies_of(
-    function: Callable[[Tensor], Tensor],
-    shape: tuple[int, ...],
-    own: tuple[int, ...],
-    *,
-    axes: tuple[int, ...],
-    position: Ints,
-) -> Ints:
+def copies_of(move: Move, shape: Axes, own: Axes, *, axes: Axes, position: Ints) -> Ints:
     """Distinguish copies of a position by their places on a value's axes without units.
 
     Args:
-        function: The move.
+        move: The move.
         shape: The shape before.
         own: The axes of the units.
         axes: The axes along which moved units vary.
@@ -166,7 +158,7 @@ def copies_of(
     for axis, size in enumerate(shape):
         if axis in own or size == 1:
             continue
-        place = function(coordinates(shape, (axis,)))
+        place = move(coordinates(shape, (axis,)))
         along = set(varying_axes(thin := thinned(place)))
         if along <= set(axes):
             code = code * (size + 1) + reduced_to_axes(thin, axes) if along else code

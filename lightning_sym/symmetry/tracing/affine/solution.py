@@ -256,14 +256,8 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     own = rows[taken]
     others = np.ones(own.nnz, bool)
     others[own.indptr[1:] - 1] = False
-    definition = sparse.csr_matrix(
-        (
-            (-own.data / np.repeat(by, np.diff(own.indptr)))[others],
-            own.indices[others],
-            own.indptr - np.arange(len(taken) + 1),
-        ),
-        (len(taken), rows.shape[1]),
-    )
+    data, ends = -own.data / np.repeat(by, np.diff(own.indptr)), own.indptr - np.arange(len(taken) + 1)
+    definition = sparse.csr_matrix((data[others], own.indices[others], ends), (len(taken), rows.shape[1]))
     left = np.ones(rows.shape[0], bool)
     left[taken] = False
     rows, ids, gone = rows[left], ids[left], ids[taken]
