@@ -466,7 +466,8 @@ def digest(*parts: Any) -> str:
         elif sparse.issparse(part):
             add([part.shape, part.indptr.astype(np.int64), part.indices.astype(np.int64), part.data])
         elif isinstance(part, np.ndarray):
-            state.update(repr(part.shape).encode() + np.ascontiguousarray(part).tobytes())
+            state.update(repr(part.shape).encode())
+            state.update(np.ascontiguousarray(part))
         elif isinstance(part, (list, tuple)):
             state.update(b"(")
             for item in part:

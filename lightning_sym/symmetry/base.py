@@ -23,7 +23,7 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
 from lightning_sym.symmetry.charts import charted, uncharted
 from lightning_sym.symmetry.described import described_blocks, described_table, joined, listed, wrapped
-from lightning_sym.symmetry.elements import Tap, axis_groups, tap_of
+from lightning_sym.symmetry.elements import AxisGroup, Tap, axis_groups, tap_of
 from lightning_sym.symmetry.files import Shards, named_for, write_moved
 from lightning_sym.symmetry.group.action import Action, ActivationAction
 from lightning_sym.symmetry.group.channels import ChannelGroup, channel_group
@@ -65,7 +65,6 @@ class Symmetry(ElementGroup):
     change networks by `act`. They act on every network of the traced architecture, for all weights.
 
     Attributes:
-        groups: The axis groups, in the order of the forward pass.
         taps: Hook points by name: values inside the network that elements act on, see :meth:`on_activations`. These
             are the outputs of all modules that ran (of several tensors, the first), and the values at traced cuts.
         notes: Limits of the group: unknown operations, parameters never used, and so on.
@@ -121,7 +120,7 @@ class Symmetry(ElementGroup):
         self._statistics = frozenset(dict(network.named_buffers())) - frozenset(absorbed)
         fixed = scaled_buffers(structure) & {name for name, own in network.named_buffers() if own.is_floating_point()}
         self.weight_names = self.parameter_names | fixed
-        super().__init__(structure, digest(self.architecture.text, structure), self.weight_names)
+        super().__init__(structure, self.weight_names)
         self._closed = {} if is_weightless(network) else self.factors.closed(self.tensors(network))
         if self._closed:
             gains = sorted(frozenset().union(*(factor.gains for factor in self.factors)))
@@ -137,9 +136,18 @@ class Symmetry(ElementGroup):
         self._met: Any = WeakIdKeyDictionary()  # digests of attributes other than weights, by network
         shown = shown or {}
         self.taps = {mark.name: tap_of(mark, v, values, shown.get(mark.name, Shown())) for mark, v in marked.items()}
-        leaves = {name for name, module in network.named_modules() if not any(module.children())}
-        watched = [tap for tap in self.taps.values() if tap.module in leaves]
-        self.groups = tuple(axis_groups(structure, self.parameter_names, watched))
+        self._leaves = {name for name, module in network.named_modules() if not any(module.children())}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the architecture and the group; elements of other groups are rejected."""
+        return digest(self.architecture.text, self.structure)
+
+    @cached_property
+    def groups(self) -> tuple[AxisGroup, ...]:
+        """The axis groups, in the order of the forward pass."""
+        watched = [tap for tap in self.taps.values() if tap.module in self._leaves]
+        return tuple(axis_groups(self.structure, self.parameter_names, watched))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickling and copying: the common shift as a number, without its graphs.

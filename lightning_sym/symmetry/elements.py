@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints
@@ -170,12 +171,17 @@ def tap_of(mark: Mark, value: Value, values: Structure, shown: Shown) -> Tap:
     group = IntertwinerGroup(
         mark.name,
         permutations=bool(values.moves[units].any()),
-        positive_scales=any(values.magnitudes[slot.rows].nnz for slot in seen),
-        signs=any(values.flips[slot.rows].nnz for slot in seen),
+        positive_scales=any(_acts(values.magnitudes, slot) for slot in seen),
+        signs=any(_acts(values.flips, slot) for slot in seen),
         dense=bool((values.cell_of[units] >= 0).any()),
     )
     place = (mark.name, value.shape, group, seen, mark.module, mark.call)
     return Tap(*place, value.offset, shown, value.squared, value.half_turned)
+
+
+def _acts(forms: sparse.csr_matrix, slot: Slot) -> bool:
+    """Whether any generator acts on a slot."""
+    return bool(np.diff(forms.indptr[[slot.rows.start, slot.rows.stop]]).item())
 
 
 def _units_in(slots: Iterable[Slot]) -> Ints:

@@ -17,16 +17,20 @@ class ElementGroup:
 
     Args:
         structure: The group.
-        fingerprint: Identifies the group; elements of other groups are rejected.
         parameters: The names of the parameters among the tensors.
 
     Attributes:
         factors: The factors of the group.
     """
 
-    def __init__(self, structure: Structure, fingerprint: str, parameters: frozenset[str] = frozenset()) -> None:
-        self.structure, self.fingerprint = structure, fingerprint
+    def __init__(self, structure: Structure, parameters: frozenset[str] = frozenset()) -> None:
+        self.structure = structure
         self.factors = factors_of(structure, parameters)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the group; elements of other groups are rejected."""
+        raise NotImplementedError
 
     @property
     def units(self) -> int:

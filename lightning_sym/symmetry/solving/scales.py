@@ -278,7 +278,9 @@ def _table(matrix: Ints, forms: sparse.csr_matrix) -> tuple[Ints, Ints]:
     first = forms.indices[forms.indptr[matrix[:1, alone].ravel()]]
     found = alone[np.sort(np.unique(first, return_index=True)[1])].tolist()
     chosen = [forms.indices[forms.indptr[matrix[:, at]]].astype(np.int64) for at in found]
-    later = np.flatnonzero(count.min(0, initial=2) > 1) if count.size else alone
+    later = np.flatnonzero(count.min(0, initial=2) > 1) if count.size else alone[:0]
+    if not len(later) and chosen:
+        return np.stack(chosen, 1), np.array(found, np.int64)
     acting = forms[matrix[:, later].T.ravel()]
     ends = acting.indptr[:: max(len(units), 1)].tolist()
     unit = np.repeat(np.tile(units, len(later)), np.diff(acting.indptr))

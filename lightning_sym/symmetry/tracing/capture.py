@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
@@ -245,9 +246,14 @@ def unsaved_places(network: nn.Module) -> set[str]:
     }
 
 
-def constant_names(network: nn.Module) -> set[str]:
-    """Return the first names of tensors that no state dict contains: constants of the architecture."""
-    names, unsaved = first_names(network), unsaved_places(network)
+def constant_names(network: nn.Module, names: Mapping[str, str] | None = None) -> set[str]:
+    """Return the first names of tensors that no state dict contains: constants of the architecture.
+
+    Args:
+        network: The network.
+        names: Its :func:`first_names`, if known.
+    """
+    names, unsaved = first_names(network) if names is None else names, unsaved_places(network)
     return set(names.values()) - {name for place, name in names.items() if place not in unsaved}
 
 
@@ -530,8 +536,19 @@ def _run_on_meta(network: nn.Module, call: Call) -> None:
         torch.func.functional_call(network, held, call.positional, dict(call.keywords), tie_weights=False)
 
 
-def _without_data(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """Return a fake tensor like the given one; on the CPU if the original is on the meta device."""
+def _without_data(tensor: Tensor, mode: FakeTensorMode, *, alone: bool = False) -> Tensor:
+    """Return a fake tensor like the given one; on the CPU if the original is on the meta device.
+
+    Args:
+        tensor: A tensor.
+        mode: The mode of the result.
+        alone: Whether no other tensor has the same elements in memory.
+    """
+    plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided and not tensor.is_quantized
+    if alone and plain and not tensor.is_meta and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        # Eight times as fast as below, where views share their memory.
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, like, tensor.device)
     if not tensor.is_meta:
         return mode.from_tensor(tensor.detach())
     with mode:
@@ -569,20 +586,22 @@ def capture(
         stack.enter_context(attributes_kept(network))
         stack.enter_context(caches_kept(network))
         stack.enter_context(_replaced(nn.modules.transformer, "_detect_is_causal_mask", _is_causal_as_given))
+        # Nothing reads these descriptions of all tensors.
+        stack.enter_context(_replaced(proxy_tensor, "_extract_tensor_metadata", lambda _: None))
         network.eval()
         leaves = stack.enter_context(_as_leaves(network, leaf_types, call)) if leaf_types else {}
         recorder = _Recorder(network, leaf_types)
         stack.callback(recorder.close)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Detached before entering the mode: inside, detaching is ten times as slow.
-        fake = {name: _without_data(tensor, mode) for name, tensor in states.items()}
+        fake = {name: _without_data(tensor, mode, alone=True) for name, tensor in states.items()}
         arguments = pytree.tree_map_only(
             Tensor, lambda t: _without_data(t, mode), (call.positional, dict(call.keywords))
         )
         stack.enter_context(mode)
 
         names = first_names(network)
-        unsaved = constant_names(network)
+        unsaved = constant_names(network, names)
         constants = {n for n, t in states.items() if not t.is_meta and (n in unsaved or not t.is_floating_point())}
         running = network if cuts is None else cuts.whole
         left_out: list[str] = []

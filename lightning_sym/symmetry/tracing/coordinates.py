@@ -10,6 +10,9 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, as_array
 
+Axes = tuple[int, ...]
+Move = Callable[[Tensor], Tensor]
+
 _MANY = 2**22  # maximal numbers of a constant for exact comparison
 _COLUMNS = 8  # compared one by one before sorting whole rows
 
@@ -36,25 +39,36 @@ def varies(array: Tensor, axis: int) -> bool:
     return not torch.equal(array, array.narrow(axis, 0, 1).expand_as(array))
 
 
+def thinned(array: Tensor, lead: int = 0) -> Tensor:
+    """Reduce axes along which an array is constant to size 1."""
+    for axis in range(lead, array.ndim):
+        if array.shape[axis] > 1 and not varies(array, axis):
+            array = array.narrow(axis, 0, 1)
+    return array
+
+
 def varying_axes(moved: Tensor) -> list[int]:
     """Return the axes along which moved coordinates vary, ignoring padding."""
-    moved = core(moved)
+    moved = thinned(moved)
     if not bool((moved == 0).any()):
-        return [axis for axis in range(moved.ndim) if varies(moved, axis)]
+        return [axis for axis, size in enumerate(moved.shape) if size > 1]
     least = torch.where(moved == 0, torch.inf, moved)
     return [
         axis for axis, size in enumerate(moved.shape) if size > 1 and bool((moved.amax(axis) > least.amin(axis)).any())
     ]
 
 
-def moved_coordinates(
-    shape: tuple[int, ...], axes: Sequence[int], path: Iterable[Callable[[Tensor], Tensor]]
-) -> Tensor:
+def moved_coordinates(shape: Axes, axes: Sequence[int], path: Iterable[Move]) -> Tensor:
     """Return where the coordinates of a tensor's elements on some axes get to by one function after the other."""
     moved = coordinates(shape, axes)
     for step in path:
         moved = step(moved)
     return moved
+
+
+def left_after(shape: Axes, axes: Axes, path: Iterable[Move]) -> Ints:
+    """Return the coordinates on some axes that are left after moves, perhaps repeatedly."""
+    return thinned(moved_coordinates(shape, axes, path)).long().reshape(-1).numpy()
 
 
 def reduced_to_axes(moved: Tensor, axes: Sequence[int]) -> Ints:
@@ -103,3 +117,55 @@ def numbered_rows(rows: NDArray[Any]) -> Ints:
         order = np.unique(rows[:, differs.argmax()], return_inverse=True)[1]
         _, first, number = np.unique(number * len(rows) + order, return_index=True, return_inverse=True)
     return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def moved_positions(move: Move, shape: Axes, own: Axes, *, part: Tensor) -> tuple[bool, Axes, Ints]:
+    """Return whether a move adds elements, the axes along which moved units vary, and their positions there.
+
+    Args:
+        move: The move.
+        shape: The shape before.
+        own: The axes of the units.
+        part: The moved coordinates on these.
+    """
+    thin = thinned(part)
+    filled, axes = bool(thin.min() == 0), varying_axes(thin)
+    if not axes and filled and part.ndim == len(shape):
+        # A unit padded along its own axis: the new elements are other units.
+        axes, thin = [axis for axis in own if part.shape[axis] > 1 and shape[axis] == 1], part
+    return filled, tuple(axes), reduced_to_axes(thin, axes) - 1
+
+
+def equal_positions(path: Iterable[Move], shape: Axes, axes: Axes) -> Ints:
+    """Number the positions on some axes of a moved value; positions with always equal contents share a number."""
+    part = moved_coordinates(shape, range(len(shape)), path)
+    sizes = tuple(part.shape[axis] for axis in axes)
+    rows = rows_of(part, axes)
+    return np.zeros(sizes, np.int64) if len(rows) == 1 else numbered_rows(rows).reshape(sizes)
+
+
+def copies_of(move: Move, shape: Axes, own: Axes, *, axes: Axes, position: Ints) -> Ints:
+    """Distinguish copies of a position by their places on a value's axes without units.
+
+    Args:
+        move: The move.
+        shape: The shape before.
+        own: The axes of the units.
+        axes: The axes along which moved units vary.
+        position: Their positions there.
+    """
+    code = np.zeros_like(position)
+    for axis, size in enumerate(shape):
+        if axis in own or size == 1:
+            continue
+        place = move(coordinates(shape, (axis,)))
+        along = set(varying_axes(thin := thinned(place)))
+        if along <= set(axes):
+            code = code * (size + 1) + reduced_to_axes(thin, axes) if along else code
+        elif along & set(axes):  # each position shows some of the places (alternating, for example)
+            _, shown = np.unique(rows_of(place, axes), axis=0, return_inverse=True)
+            code = code * (size + 1) + shown.reshape(code.shape)
+    code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # equal for inputs of other sizes
+    # Remaining duplicates (a tensor joined to itself) are distinguished by their order.
+    rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
+    return code * (int(rank.max()) + 1) + rank.reshape(position.shape)

@@ -355,6 +355,10 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         trace.cut_by_size(value)
     args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     move = moving(trace.node, args, kwargs)
+    if not any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))):
+        # Equal layers share their moves, and what is known of these.
+        shape = getattr(trace.node.meta["val"], "shape", None)
+        move = trace.known.setdefault((trace.node.target, repr((args, kwargs)), shape), move)
     back = _as_it_was(trace, value, move)
     if back is not None:
         return back

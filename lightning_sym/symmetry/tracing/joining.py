@@ -204,7 +204,7 @@ class Joining(Placing):
             return None
         if (self.constraints.copied_from(label.atom) != label.atom).any():
             return None
-        numbers = self._same(value, axes, lambda tensor: tensor)
+        numbers = self.same(value, axes)
         pairs = np.unique(np.stack([of.ravel(), whole.tag.ravel(), numbers.ravel()]), axis=1)
         if pairs.shape[1] > len(rising(of)):
             return None

@@ -63,6 +63,7 @@ class _Region:
         weights: The parameters that the region reads.
         of_weights: The operations on these parameters.
         named: Whether a value inside has a name.
+        names: The names of the operations on inputs, in the order of `steps`.
     """
 
     end: fx.Node
@@ -71,6 +72,7 @@ class _Region:
     weights: dict[fx.Node, None] = field(default_factory=dict)
     of_weights: dict[fx.Node, None] = field(default_factory=dict)
     named: bool = False
+    names: list[str] = field(default_factory=list)
 
 
 class _Respeller:
@@ -79,6 +81,7 @@ class _Respeller:
         self.constants = Constants()
         self.failures: dict[fx.Node, int] = {}
         self.planes: dict[Any, Planes | None] = {}  # of regions, by their computation
+        self.sums: dict[Any, tuple[list[int], float]] = {}
         self.named = False
 
     def run(self) -> int:
@@ -109,7 +112,7 @@ class _Respeller:
                 break
             if self.named or not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
                 continue
-            cuts = sum(self.rewriter.name(step) in _CUTS | _WINDOWS for step in region.steps)
+            cuts = sum(name in _CUTS | _WINDOWS for name in region.names)
             if best is not None and cuts == most:
                 continue
             if (found := self._on_numbers(self._layer, region)) is not None:
@@ -162,6 +165,7 @@ class _Respeller:
             if name not in _LINEAR or not inner or not is_plain_operation(node):
                 return
             region.steps.append(node)
+            region.names.append(name)
             moved = True
             for given in node.all_input_nodes:
                 moved = add(given) and moved
@@ -184,7 +188,7 @@ class _Respeller:
 
     def _is_written_out(self, region: _Region) -> bool:
         """Whether a region is more than one layer between moves that remain anyway."""
-        names = [self.rewriter.name(step) for step in region.steps]
+        names = region.names
         products = [
             at
             for at, (name, step) in enumerate(zip(names, region.steps, strict=True))
@@ -253,7 +257,7 @@ class _Respeller:
 
     def _is_sum(self, region: _Region) -> bool:
         """Whether a region adds parts of a value to a smaller result."""
-        names = [self.rewriter.name(step) for step in region.steps]
+        names = region.names
         moved = bool(names[:-1]) and names[-1] in operations(Trait.MOVE) and "mean" in names
         smaller = math.prod(self.rewriter.shape(region.end)) < math.prod(self.rewriter.shape(region.starts[0]))
         return smaller and (moved or not _ADDED.isdisjoint(names))
@@ -264,7 +268,9 @@ class _Respeller:
         made, own = self._function(region), self.rewriter.shape(start)
         if math.prod(own) > _MOST_ELEMENTS:
             return None
-        axes, factor = find_sum(lambda x: made({start: x}), own, shape)
+        if (key := (own, shape, self._spelling(region))) not in self.sums:  # equal in all layers
+            self.sums[key] = find_sum(lambda x: made({start: x}), own, shape)
+        axes, factor = self.sums[key]
         factor *= math.prod(own[axis] for axis in axes)
 
         def put() -> fx.Node:
@@ -276,7 +282,7 @@ class _Respeller:
     def _contracted(self, region: _Region) -> Callable[[], fx.Node] | None:
         """Return a function that replaces a region that sums products of parts of two values by a contraction."""
         one, two = region.starts
-        products = [step for step in region.steps if self.rewriter.name(step) in _PRODUCTS]
+        products = [step for step, name in zip(region.steps, region.names, strict=True) if name in _PRODUCTS]
         shapes = [self.rewriter.shape(node) for node in (one, two, region.end)]
         of_values = [
             step
@@ -298,7 +304,7 @@ class _Respeller:
     def _rotary(self, region: _Region) -> Callable[[], fx.Node] | None:
         """Return a function that replaces a region that rotates planes of coordinates by `rotary`."""
         (start,), shape = region.starts, self.rewriter.shape(region.end)
-        names = {self.rewriter.name(step) for step in region.steps}
+        names = {*region.names}
         if shape != self.rewriter.shape(start) or math.prod(shape) > _MOST_ELEMENTS or names.isdisjoint(_PRODUCTS):
             return None
         if names.isdisjoint(_TOGETHER):

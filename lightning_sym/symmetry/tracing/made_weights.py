@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.charts import Piece
 from lightning_sym.symmetry.tracing.bilinear import outer_read_by
 from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.coordinates import varies
+from lightning_sym.symmetry.tracing.coordinates import thinned
 from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.pieces import cut_at
@@ -246,7 +246,6 @@ def _makes_weights(
     for view, further in _views(r, node, places):
         if view in seen:
             continue
-        varying = [varies(places, axis) for axis in range(places.ndim)]
         if further is None and r.name(view) in _ALONG and r.shape(view) == tuple(places.shape):
             further = places
         if further is not None:
@@ -254,15 +253,16 @@ def _makes_weights(
             if _makes_weights(r, view, further, seen, inner=inner):
                 return True
         elif r.name(view) in _KERNELS and view.args[1] is node and r.made_of(view.args[0]) == "inputs":
-            if (any if inner else all)(varying[:2]):
+            if (any if inner else all)(size > 1 for size in thinned(places).shape[:2]):
                 return True
         elif r.name(view) in _PRODUCTS and (equation := equation_of(view)) is not None:
             *terms, out = letters_of(equation)
             given: Any = view.args[1] if r.name(view) == "einsum" else view.args[:2]
+            varying = thinned(places).shape
             for at, own in enumerate(given):
                 if own is not node:
                     continue
-                told = {letter for letter, changes in zip(terms[at], varying, strict=True) if changes}
+                told = {letter for letter, size in zip(terms[at], varying, strict=True) if size > 1}
                 gone, kept = told - {*out}, told & {*out}
                 if r.made_of(given[1 - at]) == "inputs":
                     if (any if inner else all)((gone, kept - {*terms[1 - at]})):

@@ -12,11 +12,12 @@ from lightning_sym.symmetry.arrays import Ints, rising, rising_pairs
 from lightning_sym.symmetry.tracing.constraints import UNSET, Label
 from lightning_sym.symmetry.tracing.coordinates import (
     coordinates,
+    copies_of,
     core,
-    numbered_rows,
+    equal_positions,
+    moved_positions,
     rank_within,
     reduced_to_axes,
-    rows_of,
     varying_axes,
 )
 from lightning_sym.symmetry.tracing.nodes import ancestors
@@ -355,12 +356,7 @@ class Placing(TraceState):
             # One place of a kernel, as in `w[:, :, 0]`: its scale is that of the rows.
             self.constraints.fix(label)
             return None
-        filled = bool(core(part).min() == 0)
-        axes = varying_axes(part)
-        if not axes and filled and part.ndim == value.ndim:
-            # A unit padded along its own axis: the new elements are other units.
-            axes = [axis for axis in label.axes if part.shape[axis] > 1 and value.shape[axis] == 1]
-        position = reduced_to_axes(part, axes) - 1
+        filled, axes, position = self.once(moved_positions, function, value.shape, label.axes, part=part)
         if not axes:
             # A unit that fills the whole result keeps its axis where this is still known.
             kept = part.ndim == value.ndim and all(part.shape[axis] == 1 for axis in label.axes)
@@ -374,14 +370,14 @@ class Placing(TraceState):
         filler = position < 0
         times = np.bincount(position[~filler])
         if met and times.max(initial=0) == 1:  # a diagonal: another place for each unit
-            code = self._copies(value, label, axes, position, function)
+            code = self.once(copies_of, function, value.shape, label.axes, axes=axes, position=position)
             if len(rising(code)) > 1:
                 self.constraints.restrict(label)
                 tag = self.constraints.derive_tags(self.constraints.resolve(moved).tag, code)
                 moved = Label(moved.axes, moved.atom, tag, moved.scale)
         if times.max(initial=0) > 1:
-            same = self._same(value, axes, function)
-            codes = self._copies(value, label, axes, position, function)
+            same = self.same(value, axes, function)
+            codes = self.once(copies_of, function, value.shape, label.axes, axes=axes, position=position)
             _, first, again = np.unique(same, return_index=True, return_inverse=True)
             if np.count_nonzero(times) < len(rising(same[~filler])):
                 code = codes.ravel()[first][again].reshape(codes.shape)  # that of the first equal element
@@ -402,44 +398,22 @@ class Placing(TraceState):
             self.constraints.fix_scales(label.scale)
         return self._plainest(moved)
 
+    def once(self, compute: Callable[..., Any], *key: Any, **more: Any) -> Any:
+        """Return the result of a function, which is computed once for equal arguments; `more` depends on these."""
+        if (found := self.known.get((compute, key))) is None:
+            found = self.known[compute, key] = compute(*key, **more)
+        return found
+
+    def same(self, value: Value, axes: Sequence[int], *moves: Callable[[Tensor], Tensor]) -> Ints:
+        """Number the positions on some axes of a moved value; positions with always equal contents share a number."""
+        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
+        found: Ints = self.once(equal_positions, (*path, *moves), root.shape, tuple(axes))
+        return found
+
     def _is_of_weights(self) -> bool:
         """Whether the current operation depends on parameters only."""
         sources = {node for node in ancestors(self.node) if node.op == "placeholder"}
         return sources <= {*self.capture.states}
-
-    @staticmethod
-    def _same(value: Value, axes: list[int], function: Callable[[Tensor], Tensor]) -> Ints:
-        """Number the positions on some axes of the moved value; positions with always equal contents share a number."""
-        root, path = value.sources[0] if len(value.sources) == 1 else (value, ())
-        part = coordinates(root.shape, range(root.ndim))
-        for step in (*path, function):
-            part = step(part)
-        shape = tuple(part.shape[axis] for axis in axes)
-        rows = rows_of(part, tuple(axes))
-        if len(rows) == 1:
-            return np.zeros(shape, np.int64)
-        return numbered_rows(rows).reshape(shape)
-
-    @staticmethod
-    def _copies(
-        value: Value, label: Label, axes: list[int], position: Ints, function: Callable[[Tensor], Tensor]
-    ) -> Ints:
-        """Distinguish copies of a position by their places on the value's other axes."""
-        code = np.zeros_like(position)
-        for axis, size in enumerate(value.shape):
-            if axis in label.axes or size == 1:
-                continue
-            place = function(coordinates(value.shape, (axis,)))
-            along = set(varying_axes(place))
-            if along <= set(axes):
-                code = code * (size + 1) + reduced_to_axes(place, axes) if along else code
-            elif along & set(axes):  # each position shows some of the places (alternating, for example)
-                _, shown = np.unique(rows_of(place, tuple(axes)), axis=0, return_inverse=True)
-                code = code * (size + 1) + shown.reshape(code.shape)
-        code = np.unique(code, return_inverse=True)[1].reshape(code.shape)  # equal for inputs of other sizes
-        # Remaining duplicates (a tensor joined to itself) are distinguished by their order.
-        rank = rank_within((position * (int(code.max()) + 1) + code).ravel())
-        return code * (int(rank.max()) + 1) + rank.reshape(position.shape)
 
     def _plainest(self, label: Label) -> Label:
         """Remove axes along which the units repeat, and tags that distinguish nothing."""

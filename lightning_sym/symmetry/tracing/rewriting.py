@@ -46,6 +46,7 @@ class Rewriter:
         self.rule = "at hand"
         self._marked = {mark.node for mark in capture.marks}
         self._made: dict[fx.Node, Made] = {}
+        self._names: dict[Any, tuple[str, bool]] = {}  # by operation, and whether it may write into memory
         self._constants: dict[fx.Node, Tensor | None] = {}
         self._alike: dict[Any, tuple[fx.GraphModule, pytree.TreeSpec]] = {}
         self._mode = next(
@@ -66,9 +67,11 @@ class Rewriter:
         """Return the name of a replaceable operation without the suffix ``_``; empty for other nodes."""
         if not isinstance(node, fx.Node) or node.op != "call_function":
             return ""
-        if self.is_kept(node.target) or written_by(node):
-            return ""
-        return operation_name(node.target).removesuffix("_")
+        if (known := self._names.get(node.target)) is None:
+            name = "" if self.is_kept(node.target) else operation_name(node.target).removesuffix("_")
+            schema = getattr(node.target, "_schema", None)
+            known = self._names[node.target] = name, schema is not None and schema.is_mutable
+        return "" if known[1] and written_by(node) else known[0]
 
     def is_kept(self, target: Any) -> bool:
         """Whether a user has a rule for an operation."""

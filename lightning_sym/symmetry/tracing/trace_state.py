@@ -74,6 +74,7 @@ class TraceState:
         self.periodic: set[str] = set()
         self.aperiodic: set[str] = set()
         self.environment: dict[fx.Node, Any] = {}
+        self.known: dict[Any, Any] = {}
 
     # Names for notes and errors.
 

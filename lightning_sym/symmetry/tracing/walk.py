@@ -19,7 +19,7 @@ from lightning_sym.symmetry.tracing import (  # noqa: F401 (they register rules)
 )
 from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture, Mark
 from lightning_sym.symmetry.tracing.choice_rules import tells_unknown_choice
-from lightning_sym.symmetry.tracing.coordinates import core, moved_coordinates
+from lightning_sym.symmetry.tracing.coordinates import left_after
 from lightning_sym.symmetry.tracing.nodes import replaces, written_by
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
@@ -196,8 +196,7 @@ class Walk(Trace):
             for label in self.axis_labels[str(key)] if key in self.joint else root.labels:
                 reached = np.zeros(label.size + 1, bool)
                 for path in paths:
-                    part = moved_coordinates(root.shape, label.axes, path)
-                    reached[core(part).long().reshape(-1).numpy()] = True
+                    reached[self.once(left_after, root.shape, label.axes, path)] = True
                 missed = int((~reached[1:]).sum())
                 if missed and not (states or key in self.made_of_states):
                     maker = self.made_by.get(key)

@@ -13,8 +13,9 @@ from lightning_sym.symmetry.tracing.affine.layers import Layers
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
-from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places, thinned
+from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places
 from lightning_sym.symmetry.tracing.capture import OPAQUE
+from lightning_sym.symmetry.tracing.coordinates import thinned
 from lightning_sym.symmetry.tracing.nodes import written_by
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.values import ONE, Relation, Shape, Total, Value, places, thinned
-from lightning_sym.symmetry.tracing.coordinates import varies
+from lightning_sym.symmetry.tracing.affine.values import ONE, Relation, Shape, Total, Value, places
+from lightning_sym.symmetry.tracing.coordinates import thinned, varies
 from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 

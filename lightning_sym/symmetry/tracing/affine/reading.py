@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.affine.moves import MOVES, move_of
+from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import places, varying, wide
 from lightning_sym.symmetry.tracing.affine.weights import Weights
@@ -147,20 +147,29 @@ class _Read(NamedTuple):
 
 def indexed_by(node: fx.Node, constants: Constants) -> tuple[fx.Node, Tensor]:
     """Return the value that moves make an index of, and the index of its entry at each place; thin."""
+    root, moves = _moves_to(node, constants)
+    at = places(tuple(root.meta["val"].shape))
+    for move, item in moves:
+        made = move(at)
+        at = made if item is None else made[item]
+    return root, at
+
+
+def _moves_to(node: fx.Node, constants: Constants) -> tuple[fx.Node, list[tuple[Move, Any]]]:
+    """Return the value that moves make an index of, and these, each with the number of one of several results."""
     whole, item = node.args if name_of(node) == "getitem" else (node, None)
     given: Any = whole.args[0] if isinstance(whole, fx.Node) and whole.args else None
     val = given.meta.get("val") if isinstance(given, fx.Node) else None
     if isinstance(val, Tensor) and isinstance(whole, fx.Node):
         if name_of(whole) in operations(Trait.CAST):
-            return indexed_by(given, constants)
+            return _moves_to(given, constants)
         move = None
         if name_of(whole) in MOVES - operations(Trait.PAD):
             move = move_of(whole, name_of(whole), tuple(val.shape), constants.known)
         if move is not None:
-            root, places_of = indexed_by(given, constants)
-            made = move(places_of)
-            return root, made if item is None else made[item]
-    return node, places(tuple(node.meta["val"].shape))
+            root, before = _moves_to(given, constants)
+            return root, [*before, (move, item)]
+    return node, []
 
 
 def index_of(node: fx.Node, name: str) -> tuple[Any, Any]:
@@ -186,9 +195,9 @@ def _lookups(constants: Constants) -> tuple[set[fx.Node], dict[fx.Node, dict[fx.
         index, _ = index_of(node, name_of(node))
         if index is not None and constants.known(index) is None:
             table: Any = node.args[0]
-            if (root := indexed_by(table, constants)[0]) in states:
+            if (root := _moves_to(table, constants)[0]) in states:
                 found.add(node)
-                together.setdefault(indexed_by(index, constants)[0], {})[table] = states[root]
+                together.setdefault(_moves_to(index, constants)[0], {})[table] = states[root]
     return found, together
 
 
@@ -253,9 +262,9 @@ def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int
         if equation is None or len(own.users) > 1 or names.count(name) > 1:
             continue
         factors: Any = user.args[1] if name_of(user) == "einsum" else user.args[:2]
-        first = indexed_by(factors[0], constants)[0]
+        first = _moves_to(factors[0], constants)[0]
         index = index_of(first, name_of(first))[0] if first in lookups else None
-        biased = index is not None and len(together[indexed_by(index, constants)[0]]) > 1
+        biased = index is not None and len(together[_moves_to(index, constants)[0]]) > 1
         if factors[0] is not factors[1] is own and (first in states or biased):
             term, out = letters_of(equation)[1:]
             axes = (axis for axis, part in enumerate(along) if all(term[at] in out for at in varying(part)))
@@ -294,8 +303,7 @@ def read_ahead(system: System, captures: Sequence[Constants], scaled: Callable[[
                 found.setdefault(name, []).extend(_readers(node, _entries(system, name), constants))
         for name, reads in found.items():
             cut = [own for own in reads if own.cut]
-            apart = [own for own in reads if not _is_whole(system, name, own)]
-            for read in apart if cut else reads:
+            for read in [own for own in reads if not _is_whole(system, name, own)] if cut else reads:
                 _mark(system, name, reached, read)
     for name, own in reached.items():
         if axes := _partial(system, name, own):

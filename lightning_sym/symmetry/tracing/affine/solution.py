@@ -98,33 +98,33 @@ class _Elimination:
         """Solve equations with at most two unknowns."""
         start, two = rows.indptr[:-1], np.diff(rows.indptr) == 2
         end = np.where(two, start + 1, start)
-        columns, factors = (np.stack([own[start], own[end]], 1) for own in (rows.indices, rows.data))
-        factors[~two, 1] = 0
-        while len(columns):
-            factors = factors * self.factor[columns]
-            columns = self.root[columns]
-            factors[self.zero[columns]] = 0
-            same = (columns[:, 0] == columns[:, 1]) & (factors != 0).all(1)
-            total = factors[same].sum(1)
-            total[np.abs(total) <= _NOTHING * np.abs(factors[same]).sum(1)] = 0
-            factors[same] = np.stack([total, np.zeros_like(total)], 1)
-            count = (factors != 0).sum(1)
-            if (count == 1).any():
-                self.zero[columns[(count == 1)[:, None] & (factors != 0)]] = True
-                columns, factors, ids = (own[count == 2] for own in (columns, factors, ids))
+        (a, b), (p, q) = ((own[start], own[end]) for own in (rows.indices, rows.data))  # equations p a + q b = 0
+        q[~two] = 0
+        while len(a):
+            p, q, a, b = p * self.factor[a], q * self.factor[b], self.root[a], self.root[b]
+            p[self.zero[a]] = q[self.zero[b]] = 0
+            same = np.flatnonzero((a == b) & (p != 0) & (q != 0))
+            total = p[same] + q[same]
+            total[np.abs(total) <= _NOTHING * (np.abs(p[same]) + np.abs(q[same]))] = 0
+            p[same], q[same] = total, 0
+            both = (p != 0) & (q != 0)
+            single = ((p != 0) | (q != 0)) & ~both
+            self.zero[np.where(p != 0, a, b)[single]] = True
+            if not both.all():
+                a, b, p, q, ids = (own[both] for own in (a, b, p, q, ids))
+            if single.any():
                 continue
-            columns, factors, ids = (own[count == 2] for own in (columns, factors, ids))
-            turned = columns[:, 0] > columns[:, 1]
-            columns[turned], factors[turned] = columns[turned, ::-1], factors[turned, ::-1]
-            high, first = np.unique(columns[:, 1], return_index=True)
+            turned = a > b
+            (a, b), (p, q) = ((np.where(turned, v, u), np.where(turned, u, v)) for u, v in ((a, b), (p, q)))
+            high, first = np.unique(b, return_index=True)
             self.used.append(ids[first])
             self.defined_by.append(high)
-            self.root[high] = columns[first, 0]
-            self.factor[high] = -factors[first, 0] / factors[first, 1]
+            self.root[high] = a[first]
+            self.factor[high] = -p[first] / q[first]
             compress(self.root, self.factor)
             left = np.ones(len(ids), bool)
             left[first] = False
-            columns, factors, ids = (own[left] for own in (columns, factors, ids))
+            a, b, p, q, ids = (own[left] for own in (a, b, p, q, ids))
         self.gone = self.zero | (self.root != np.arange(self.count))
 
     def solve(self, rows: sparse.csr_matrix, ids: Ints) -> None:
@@ -137,7 +137,8 @@ class _Elimination:
                 self.solve_short(rows[short], ids[short])
                 rows, ids = self.put_in(rows[length > 2]), ids[length > 2]
                 continue
-            rows, ids = rows[length > 2], ids[length > 2]
+            if not length.all():
+                rows, ids = rows[length > 0], ids[length > 0]
             if not rows.shape[0]:
                 return
             # Sparse sums and products cost as much as there are columns: keep the few unknowns that occur.
@@ -165,11 +166,10 @@ class _Elimination:
         root = self.root[order]
         there = np.where(self.zero[root], -1, place[root])
         some = there >= 0
-        indptr = np.r_[0, np.cumsum(some)]
-        chosen = sparse.csr_matrix((self.factor[order[some]], there[some], indptr), (self.count, forms.shape[0]))
-        result = (chosen @ forms).tocsr()
-        result.sort_indices()
-        return result
+        lengths, chosen = np.zeros(self.count, np.int64), forms[there[some]]
+        lengths[some] = np.diff(chosen.indptr)
+        data = chosen.data * np.repeat(self.factor[order[some]], lengths[some])
+        return sparse.csr_matrix((data, chosen.indices, np.r_[0, np.cumsum(lengths)]), (self.count, len(free)))
 
 
 def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> Eliminated:
@@ -254,11 +254,10 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     taken = np.sort(taken[held[taken] == 1])
     defined, by = pivot[taken], rows.data[rows.indptr[1:][taken] - 1]
     own = rows[taken]
-    number = np.repeat(np.arange(len(taken)), np.diff(own.indptr))
-    others = own.indices != defined[number]
-    definition = sparse.csr_matrix(
-        ((-own.data / by[number])[others], (number[others], own.indices[others])), (len(taken), rows.shape[1])
-    )
+    others = np.ones(own.nnz, bool)
+    others[own.indptr[1:] - 1] = False
+    data, ends = -own.data / np.repeat(by, np.diff(own.indptr)), own.indptr - np.arange(len(taken) + 1)
+    definition = sparse.csr_matrix((data[others], own.indices[others], ends), (len(taken), rows.shape[1]))
     left = np.ones(rows.shape[0], bool)
     left[taken] = False
     rows, ids, gone = rows[left], ids[left], ids[taken]

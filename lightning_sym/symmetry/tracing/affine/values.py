@@ -14,8 +14,7 @@ import torch
 from scipy import sparse
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.arrays import Floats, Ints
-from lightning_sym.symmetry.tracing.coordinates import varies
+from lightning_sym.symmetry.arrays import Floats, Ints, rising
 
 Shape = tuple[int, ...]
 
@@ -252,14 +251,6 @@ def places(shape: Sequence[int]) -> Tensor:
     return found
 
 
-def thinned(array: Tensor, lead: int = 0) -> Tensor:
-    """Reduce axes along which an array is constant to size 1."""
-    for axis in range(lead, array.ndim):
-        if array.shape[axis] > 1 and not varies(array, axis):
-            array = array.narrow(axis, 0, 1)
-    return array
-
-
 def distinct(entries: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Find the distinct entries of several arrays.
 
@@ -288,10 +279,10 @@ def distinct(entries: Sequence[Ints]) -> tuple[Ints, Ints]:
 
 def _joined(pairs: Ints) -> Ints:
     """Reduce pairs of equal numbers to a minimal set: each number with the smallest one equal to it."""
-    numbers, place = np.unique(pairs, return_inverse=True)
+    numbers = rising(pairs)
     if len(numbers) > len(pairs):
         return pairs
-    one, two = place.reshape(pairs.shape).T
+    one, two = np.searchsorted(numbers, pairs).T
     graph = sparse.csr_matrix((np.ones(len(pairs)), (one, two)), (len(numbers), len(numbers)))
     _, label = sparse.csgraph.connected_components(graph, False)
     _, first = np.unique(label, return_index=True)
@@ -342,6 +333,8 @@ class Unknowns:
             return None
         own = numbers.numpy()
         gone = np.asarray(self.zero[own])
+        if not gone.any():
+            return numbers
         return None if gone.all() else torch.from_numpy(np.asarray(own * ~gone))  # faster than masking
 
     def combined(self, terms: Sequence[tuple[Tensor, Coefficient]], lead: int = 0) -> Tensor | None:
@@ -352,8 +345,8 @@ class Unknowns:
             lead: The number of leading axes.
         """
         terms = [(own, by) for numbers, by in terms if (own := self.living(numbers)) is not None and by.factor]
-        if not terms:
-            return None
+        if not terms or (len(terms) == 1 and terms[0][1] == ONE):
+            return terms[0][0] if terms else None
         shape = np.broadcast_shapes(
             *(numbers.shape for numbers, _ in terms), *(own.shape for _, by in terms for *_, own in by.items)
         )
