@@ -88,6 +88,7 @@ class _SignChoice:
         self.of_streams = {int(g) for orbit in orbits for g in structure.sign_table[orbit].ravel()}
         self.gauged.sign = np.where(odd(self.forms @ (self.signs < 0).astype(np.float64)), -1.0, 1.0)
         self.bound = self._bound()
+        self.tilted = {name for tilt in structure.tilts for name, _ in (*tilt.moved, *tilt.readers)}
 
     def _bound(self) -> Floats:
         """Return the size of the largest entry that each pending sign flips. Shape (signs,)."""
@@ -158,12 +159,16 @@ class _SignChoice:
     def _touched(self, generator: int) -> list[tuple[int, Slot]]:
         """Return the positions of parameters that a generator acts on, with their slots.
 
-        Positions that matrices mix are omitted if there are others.
+        Positions that matrices or rank-one maps mix are omitted if there are others.
         """
         touched = self.by_generator.indices[slice(*self.by_generator.indptr[generator : generator + 2])]
         positions = touched[self.plan.parameter[touched]].tolist()
         found = [(position, self.plan.slots[self.plan.slot_of[position]]) for position in positions]
-        plain = [(at, slot) for at, slot in found if self.cell_of[slot.unit.ravel()[at - slot.offset]] < 0]
+        plain = [
+            (at, slot)
+            for at, slot in found
+            if slot.tensor not in self.tilted and self.cell_of[slot.unit.ravel()[at - slot.offset]] < 0
+        ]
         return plain or found
 
     def _gain(self, members: Ints) -> str | None:

@@ -179,7 +179,7 @@ class Rotations(BetweenGains):
         return [note] * stiff, stiff
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-        """Return the singular values of all tensors on a stream, and means that keep their size; see :class:`Factor`."""
+        """Return the singular values of tensors on a stream, and sizes of fixed means; see :class:`Factor`."""
         found = {}
         for slot in self.structure.slots:
             places = self.structure.rotated_places.get(slot.offset, ()) if slot.tensor in tensors else ()
