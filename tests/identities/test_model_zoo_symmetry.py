@@ -3,6 +3,7 @@
 `STAYS_FIXED` lists every reason for which something stays fixed: a reason that is not listed fails.
 """
 
+import copy
 import functools
 import re
 import warnings
@@ -12,9 +13,10 @@ import pytest
 import torch
 from helpers import one_in
 from model_zoo_cases import TIMM, TORCH, TRANSFORMERS, Model
+from orbit_laws import assert_same_weights
 from torch import nn
 
-from lightning_sym.symmetry import Symmetry, trace_symmetry
+from lightning_sym.symmetry import Symmetry, canonicalize, orbit_distance, trace_symmetry
 
 LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
 QUICK = {
@@ -92,6 +94,13 @@ STAYS_FIXED: dict[str, set[str]] = {
     )
     for name in names
 }
+# A head as wide as its centred input has dependent weights, and no balanced form.
+SINGULAR = "linearly dependent"
+# Networks with a form that depends on the point of the orbit, as their notes say.
+NOT_UNIQUE = {
+    "transformers: deepseek_v3",  # a common constant of a buffer that chooses experts
+}
+EXACT, NO_DISTANCE = 1e-10, 1e-7
 # At another size than the example's these resize their positions, in single precision.
 RESIZED = ("transformers: dinov2", "timm: vit, any size", "timm: eva02, any size")
 
@@ -125,6 +134,27 @@ def test_function_is_kept_and_what_stays_fixed_is_listed(library: str, name: str
     assert symmetry.dimension > 0
     notes = [note for note in symmetry.notes if not any(part in note for part in HARMLESS)]
     assert {reason(note) for note in notes} <= STAYS_FIXED.get(f"{library}: {name}", set())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), one_in(3, CASES))
+@pytest.mark.long
+def test_points_of_an_orbit_have_one_form_at_no_distance(library: str, name: str) -> None:
+    """With weights near random ones: biases of a new network are zero."""
+    _, given, symmetry = traced(library, name)
+    network, seed = copy.deepcopy(given).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for own in network.parameters():
+            own += 0.03 * torch.randn(own.shape, generator=seed, dtype=own.dtype)
+    one, two = (symmetry.sample(seed) for _ in range(2))
+    member = symmetry.act(one, network)
+    assert_same_weights(symmetry.act(symmetry.inverse(one), member), network, EXACT)
+    assert_same_weights(symmetry.act(two, member), symmetry.act(symmetry.compose(two, one), network), EXACT)
+    form, distance = canonicalize(symmetry, network, check=True), orbit_distance(symmetry, network, member)
+    assert distance.lower < NO_DISTANCE
+    if not any(SINGULAR in note for note in form.notes):
+        assert form.difference < NO_DISTANCE or f"{library}: {name}" in NOT_UNIQUE
+        assert distance.upper < NO_DISTANCE or f"{library}: {name}" in NOT_UNIQUE
 
 
 def listed() -> str:

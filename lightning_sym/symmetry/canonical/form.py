@@ -147,8 +147,8 @@ def canonicalize(
     **Signs.** The gain of a norm layer is positive if its readers can undo its sign. Otherwise the entry of largest
     magnitude among the incoming weights and bias is positive; if the largest ones tie and disagree, the sum of the
     cubes is, then the plain sum. Only entries with a sign that depends on no other open sign count (of a unit, or
-    inside a GL(d) block). If every entry depends on an even number of open signs, the one that flips the largest
-    entries stays: flipping all changes nothing.
+    inside a GL(d) block), and those last that matrices or rank-one maps change. If every entry depends on an even
+    number of open signs, the one that flips the largest entries stays: flipping all changes nothing.
 
     **Order** (docs/theory/canonical.md, 3). Within its cell, dead units last; then by falling norm of the incoming
     weights; ties by the norm of all other weights, then by each tensor's norm, sums of cubes and sums of entries, and

@@ -194,9 +194,9 @@ class Tilts(Factor[Vectors]):
 
     def invariants(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         """Return no invariants: a change of a stream's sign, then of maps, flips a part of these tensors alone."""
-        return {
-            name: [] for tilt in self.structure.tilts for name, _ in (*tilt.moved, *tilt.readers) if name in tensors
-        }
+        tilts = self.structure.tilts
+        names = {name for tilt in tilts for name, _ in (*tilt.moved, *tilt.readers)} | self.gains  # balanced with these
+        return {name: [] for name in names if name in tensors}
 
     def coordinates(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the coordinates: vectors a with the maps exp(a 1^T)."""

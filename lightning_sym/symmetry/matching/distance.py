@@ -59,8 +59,9 @@ def orbit_distance(
     (of absolute values, where signs are free), a lower bound over all permutations of entries. With one axis group both
     bounds agree. Where matrices mix units (the values of a head), balancing leaves orthogonal ones, which preserve
     singular values: those of all blocks of a kind are compared in sorted order. The same holds for all weights on a
-    rotated stream. In these cases, and for networks that seem to lie on one orbit, the upper bound also considers the
-    canonical forms, which coincide on one orbit.
+    rotated stream, where means over units that rotations fix are compared apart. The lower bound ignores tensors that
+    rank-one maps change, and the gains between. In these cases, and for networks that seem to lie on one orbit, the
+    upper bound also considers the canonical forms, which coincide on one orbit.
 
     Args:
         symmetry: The symmetry of the architecture.
