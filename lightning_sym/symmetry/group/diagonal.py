@@ -16,12 +16,12 @@ from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import MANY, Draw, Factor
 from lightning_sym.symmetry.group.gained_forms import held_scales
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
-from lightning_sym.symmetry.group.gauge import without_balance
+from lightning_sym.symmetry.group.gauge import variance_scales, without_balance
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.group.order import find_signs
 from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proportion
 from lightning_sym.symmetry.group.search import Search
-from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
+from lightning_sym.symmetry.group.statistics import idle_generators, idle_signs, kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import gain_signs
 from lightning_sym.symmetry.tracing.structure import Slot
 
@@ -99,7 +99,8 @@ class Scale(Diagonal):
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the scales of the wanted gauge; gains of rotated streams are brought to 1 first."""
-        state.weigh(held_scales(self.structure, state.tensors, state.wanted))
+        held = held_scales(self.structure, state.tensors, state.wanted)
+        state.weigh(np.where(idle_generators(self.structure, self.forms), variance_scales(self.structure, state.tensors), held))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
     def is_even(self, one: Tensor, two: Tensor) -> bool:
@@ -233,6 +234,7 @@ class Sign(Diagonal):
     def canonical(self, state: Gathered) -> Canonical:
         """Return the signs determined by the largest entries; inside GL(d) blocks, as diagonal matrices."""
         known = gain_signs(self.structure, state.tensors)
+        known = np.where(idle_generators(self.structure, self.forms), idle_signs(self.structure, state.tensors), known)
         sign = torch.from_numpy(find_signs(state.plan, state.gauged, state.reflected, known))
         inside, others = list(self.structure.same), sign.clone()
         for cell, generators in self.in_cells.items():

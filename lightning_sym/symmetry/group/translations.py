@@ -260,7 +260,7 @@ def folded(structure: Structure) -> Translations:
         for (gain, power, epsilon), own in found.items()
     ]
     result = Translations(space.parts, folds)
-    result.normed = space.normed
+    result.normed, result.idle = space.normed, space.idle
     return result
 
 

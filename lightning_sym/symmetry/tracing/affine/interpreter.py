@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from lightning_sym.symmetry.tracing.affine.absorbing import ByFunction
 from lightning_sym.symmetry.tracing.affine.layers import Layers
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants
@@ -34,6 +35,7 @@ class Interpreter(Layers):
         self.outputs = outputs
         self.values: dict[fx.Node, Any] = {}
         self.hot: dict[Any, Value] = {}
+        self.free = {name for names in system.absorbed.values() for name in names}
         self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:
@@ -53,7 +55,8 @@ class Interpreter(Layers):
                         self.fix(value)
             elif node.op == "call_function":
                 self.reading = []
-                self.values[node] = self._operation(node)
+                absorbed = node in self.system.absorbed or node in self.system.inside
+                self.values[node] = self._function(node) if absorbed else self._operation(node)
                 self.readings[node] = self.reading
 
     def _placeholder(self, node: fx.Node) -> Value | None:
@@ -79,6 +82,25 @@ class Interpreter(Layers):
                 function = places([size if axis in partial else 1 for axis, size in enumerate(shape)])
                 value.drifts[self.system.source()] = Drift(function, family.directions[None])
         return value
+
+    def _function(self, node: fx.Node) -> Value:
+        """Return a function of weights that another weight absorbs, or a value inside of it, which changes freely."""
+        system, shape = self.system, tuple(node.meta["val"].shape)
+        for given in node.all_input_nodes:
+            own, name = self.values.get(given), self.capture.states.get(given)
+            if isinstance(own, Value) and (name not in self.free if name else given not in system.inside):
+                self.fix(own)
+        if node not in system.absorbed:
+            every = [system.free_numbers(name).reshape(-1) for name in self.free]
+            numbers = torch.cat(every).reshape(-1, *[1] * len(shape))
+            return Value(shape, False, node, None, {system.source(): Drift(places([1] * len(shape)), numbers)})
+        names = system.absorbed[node]
+        source = torch.cat([system.free_numbers(name).reshape(-1) for name in names])
+        evaluate = ByFunction(system.made(node), tuple((name, system.shape(name)) for name in names))
+        key = ("function", system.signature(node), source.numpy().tobytes())
+        blocks = places(shape).reshape(1, -1), torch.arange(len(source)).reshape(1, -1)
+        made = system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks)
+        return Value(shape, False, node, made, learned=True)
 
     # Operations.
 

@@ -48,6 +48,7 @@ class Translations:
         notes: Limits of the space.
         normed: The layer norms that only linear layers read, by gain and bias.
         leaning: The streams that only layer norms and linear layers read.
+        idle: The tensors that only functions read that another weight absorbs.
     """
 
     def __init__(self, parts: Parts | None = None, folds: Sequence[Folds] = ()) -> None:
@@ -59,6 +60,7 @@ class Translations:
         self.notes: list[str] = [] if parts is None else parts.notes
         self.normed: dict[tuple[str | None, str], Normed] = {}
         self.leaning: list[Leaning] = []
+        self.idle: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return self.size > 0
@@ -639,7 +641,9 @@ class Located:
             if not len(columns) or not step.names <= self.tensors.keys():
                 continue
             given = torch.from_numpy(source[:, columns].toarray().T.reshape(-1, *step.source.shape).copy())
-            made = self._made(step, given, self.weights).reshape(len(columns), -1).numpy()
+            rates = getattr(step.evaluate, "rates", None)  # of those that are not linear
+            made = self._made(step, given, self.weights) if rates is None else rates(given, self.weights)
+            made = made.reshape(len(columns), -1).numpy()
             used = np.flatnonzero(step.columns >= 0)
             own = sparse.csc_matrix(made[:, used].T)
             moved = (forms[:, step.columns[used]] @ own).tocoo()

@@ -111,6 +111,9 @@ class System:
         self.derived: list[Derived] = []
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
         self.exclusions: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; the first vanish if the others do not
+        self.absorbed: dict[fx.Node, tuple[str, ...]] = {}  # functions of weights, with those that may change freely
+        self.inside: set[fx.Node] = set()  # operations that only these functions read
+        self.idle: set[str] = set()  # tensors that only these functions read
         self.lengths: set[int] = set()  # of the inputs of the current capture
         self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length
@@ -191,6 +194,7 @@ class System:
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
         new.exclusive, new.common = self.exclusive, self.common
+        new.absorbed, new.inside, new.idle = self.absorbed, self.inside, self.idle
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)

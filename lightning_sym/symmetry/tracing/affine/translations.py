@@ -14,6 +14,7 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.tracing.affine.absorbing import absorb_ahead
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.leaning import leaning_of
@@ -86,6 +87,7 @@ def _found(
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]
     read_ahead(system, read, scaled)
+    absorb_ahead(system, read)
     while True:
         marked: dict[str, Value | None] = {}
         interpreters = []
@@ -107,6 +109,7 @@ def _found(
         raise RuntimeError("too many rows of a weight have to be told apart")
     found = compiler.translations()
     found.normed, found.leaning = normed_of(interpreters), leaning_of(interpreters)
+    found.idle = frozenset(system.idle)
     found.notes.extend(system.blind)
     return found
 
