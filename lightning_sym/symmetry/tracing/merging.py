@@ -17,14 +17,16 @@ from torch import fx
 from lightning_sym.symmetry.tracing.affine.products import listed
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.contractions import reshaped
-from lightning_sym.symmetry.tracing.nodes import argument
-from lightning_sym.symmetry.tracing.operations import spatial_axes_of
+from lightning_sym.symmetry.tracing.nodes import argument, shape_of
+from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import own_operations
 from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of
 
 aten = torch.ops.aten
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_LAYERS = ("linear", *_CONVOLUTIONS)
+_STEPS = ("mul", "batch_norm", *_LAYERS)
 
 
 class _Layer(NamedTuple):
@@ -50,7 +52,7 @@ class _Layer(NamedTuple):
 
 def merged(captures: Sequence[Capture]) -> Sequence[Capture] | None:
     """Return copies of captures with merged layers; None if no layers are added in any."""
-    if not all(any(_may_merge(node) for node in capture.graph.nodes) for capture in captures):
+    if not all(any(map(_may_merge, capture.graph.nodes)) for capture in captures):
         return None
     copies = [_copied(capture) for capture in captures]
     changed = [_Merger(Rewriter(own, own_operations())).run() for own in copies]
@@ -58,9 +60,27 @@ def merged(captures: Sequence[Capture]) -> Sequence[Capture] | None:
 
 
 def _may_merge(node: fx.Node) -> bool:
-    """Whether a value is read by several operations, one of which is a linear layer."""
-    names = [str(getattr(user.target, "_opname", "")) for user in node.users]
-    return len(names) > 1 and any(name in ("linear", *_CONVOLUTIONS) for name in names)
+    """Whether a sum may have two terms that layers make of one value."""
+    if name_of(node) not in ("add", "sub"):
+        return False
+    ends, layers = [], False
+    waiting: list[Any] = [*node.args[:2]]
+    while waiting:
+        own = waiting.pop()
+        if not isinstance(own, fx.Node):
+            return False
+        if (inner := len(own.users) == 1) and name_of(own) in ("add", "sub"):
+            waiting += own.args[:2]
+            continue
+        steps, begin = 0, own
+        while len(own.users) == 1 and name_of(own) in _STEPS and isinstance(own.args[0], fx.Node):
+            layers |= name_of(own) in _LAYERS
+            first = name_of(own) != "mul" or shape_of(own.args[0]) == shape_of(own)
+            own, steps = own.args[0 if first else 1], steps + 1
+            if not isinstance(own, fx.Node):
+                return False
+        ends += [own] * (steps > 0 and inner and begin is not own)
+    return layers and len(ends) > len(set(ends))
 
 
 def _copied(capture: Capture) -> Capture:
@@ -136,7 +156,7 @@ class _Merger:
         r, name = self.r, self.r.name(node)
         if name == "batch_norm":
             return argument(node, 3, "running_mean") is not None and not node.args[5]
-        if name in ("linear", *_CONVOLUTIONS):
+        if name in _LAYERS:
             plain = name == "linear" or (
                 not isinstance(argument(node, 4, "padding", 0), str)
                 and argument(node, 6, "groups", 1) == 1
@@ -158,7 +178,7 @@ class _Merger:
 
     def _takes_weights(self, layer: _Layer) -> bool:
         """Whether a layer has one kernel, a parameter without other readers."""
-        r, kernels = self.r, [own for own in layer.steps if self.r.name(own) in ("linear", *_CONVOLUTIONS)]
+        r, kernels = self.r, [own for own in layer.steps if self.r.name(own) in _LAYERS]
         kernel: Any = kernels[0].args[1] if len(kernels) == 1 and kernels[0] is layer.steps[0] else None
         return kernel in r.capture.states and len(kernel.users) == 1
 
@@ -203,7 +223,7 @@ class _Merger:
         """Return the kernel and the bias of a chain."""
         r, kernel, bias = self.r, None, None
         for step in layer.steps:
-            if r.name(step) in ("linear", *_CONVOLUTIONS):
+            if r.name(step) in _LAYERS:
                 own: Any = step.args[1]
                 flat = reshaped(r, own, [r.shape(own)[0], -1])
                 if kernel is not None:
@@ -228,7 +248,7 @@ class _Merger:
     def _affine(self, step: fx.Node) -> tuple[Any, Any]:
         """Return the gain of a step, None for a layer, and its bias."""
         r = self.r
-        if r.name(step) in ("linear", *_CONVOLUTIONS):
+        if r.name(step) in _LAYERS:
             return None, argument(step, 2, "bias")
         if r.name(step) == "mul":
             gain = self._gain(step)

@@ -3,111 +3,110 @@
 Then w takes off the change of f. Example: a layer with a low-rank update, `W + B A`.
 """
 
+import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
-from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Program, Weights
+from lightning_sym.symmetry.tracing.affine.weights import ByFunction, Generic, Weights
 from lightning_sym.symmetry.tracing.nodes import ancestors, shape_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 _MOVING = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CAST)
-_JOINING = {"add", "sub"}
+_JOINING, _SUMMING = {"add", "sub"}, operations(Trait.JOIN | Trait.CAT)
+_LAYERS = {"linear"} | operations(Trait.CONVOLVE)
+_MOST = 2**16  # maximal entries of a function that is added to a weight which may change otherwise
 
 
-class ByFunction(NamedTuple):
-    """The change of a function of weights, where some of these change.
+class _Function(NamedTuple):
+    """A function of weights that is added to a parameter without other readers.
 
     Attributes:
         node: The function.
-        given: The names and shapes of the weights that change.
+        taker: The parameter, if it takes off the whole change of the function; empty if the sum may change as well.
+        sign: The sign of its change then.
     """
 
-    node: Made
-    given: tuple[tuple[str, tuple[int, ...]], ...]
-
-    def _moved(self, values: Tensor, weights: Weights) -> Tensor:
-        """Return the function after additions to its weights, side by side in `values`."""
-        parts = values.split([math.prod(shape) for _, shape in self.given])
-        moved = {name: weights.tensor(name) + own.reshape(shape)
-                 for (name, shape), own in zip(self.given, parts, strict=True)}  # fmt: skip
-        rest = {name: weights.tensor(name) for name in self.node.names() - moved.keys()}
-        made: Tensor = _Moved(weights.program, {**rest, **moved}).node(self.node)
-        return made
-
-    def __call__(self, values: Tensor, weights: Weights) -> Tensor:
-        """Return derived unknowns."""
-        before = weights.node(self.node)
-        return torch.stack([self._moved(own, weights) - before for own in values])
-
-    def rates(self, values: Tensor, weights: Weights) -> Tensor:
-        """Return the derivative of derived unknowns along values."""
-        zero, made = torch.zeros(values.shape[1], dtype=torch.float64), []
-        for own in values:
-            made.append(torch.func.jvp(lambda t: self._moved(t, weights), (zero,), (own,))[1])
-        return torch.stack(made)
-
-    def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
-        """Return the derivative by values of a shape, given that by the derived unknowns."""
-        _, back = torch.func.vjp(lambda t: self._moved(t, weights), torch.zeros(tuple(shape), dtype=torch.float64))
-        return torch.stack([back(own)[0] for own in slopes])
-
-    def names(self, program: Program) -> set[str]:
-        """Return the names of the tensors that are needed."""
-        return self.node.names()
-
-
-class _Moved(Weights):
-    """Weights of which some carry derivatives."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a parameter or buffer."""
-        return self.tensors[name]
+    node: fx.Node
+    taker: str
+    sign: float
 
 
 def absorb_ahead(system: System, captures: Sequence[Constants]) -> None:
     """Record the functions of weights that another weight absorbs, if it does in all captures."""
-    functions = [list(_functions(system, constants)) for constants in captures]
-    inside = [_inside(own) for own in functions]
-    idle = [{*map(constants.capture.states.get, own)} for constants, own in zip(captures, inside, strict=True)]
-    kept = set().union(*(constants.capture.buffers for constants in captures)) | system.partial.keys()
-    common = set.intersection(*idle) - {None} if idle else set()
-    free = {str(name) for name in common & system.movable - kept}
-    every = [node for own in functions for node in own]
-    if not free or set().union(*idle) - {None} != common or not all(_holds_at_zero(system, own, free) for own in every):
+    functions = [[own for own in _functions(system, each) if _is_small(own)] for each in captures]
+    buffers = set[str]().union(*(each.capture.buffers for each in captures))
+    while True:
+        inside = [_inside([own.node for own in each]) for each in functions]
+        idle = [{*map(each.capture.states.get, own)} - {None} for each, own in zip(captures, inside, strict=True)]
+        common = {str(name) for name in set.intersection(*idle)} if idle else set[str]()
+        free = common & system.movable - buffers - system.partial.keys()
+        held = [[own for own in each if _holds(system, own, free)] for each in functions]
+        if held == functions:
+            break
+        functions = held
+    if len({frozenset(own) for own in idle}) > 1 or not free:
         return
-    system.inside = set().union(*inside)
-    system.idle = {str(name) for name in common}
-    system.absorbed = {node: tuple(sorted(free & system.made(node).names())) for node in every}
+    system.inside, system.idle = set[fx.Node]().union(*inside), free | common & buffers
+    for own in itertools.chain(*functions):
+        made = system.made(own.node)
+        system.absorbed[own.node] = tuple(sorted(free & made.names()))
+        if own.taker:
+            given = tuple((name, system.shape(name)) for name in system.absorbed[own.node])
+            taken = system.takers.setdefault(own.taker, {})
+            taken.setdefault(system.signature(own.node), (ByFunction(made, given), own.sign))
     for name in system.idle:
         system.weights.discard(name)
         system.common.pop(name, None)
 
 
-def _functions(system: System, constants: Constants) -> Iterator[fx.Node]:
-    """Yield the functions that are added to a parameter without other readers, the last ones first."""
+def _functions(system: System, constants: Constants) -> Iterator[_Function]:
+    """Find functions that are added to a parameter without other readers, the last ones first."""
     states, taken = constants.capture.states, set[fx.Node]()
     for node in reversed(constants.capture.graph.nodes):
         if name_of(node) not in _JOINING or node in taken or not _is_of_weights(node, states):
             continue
         terms = [*_terms(node)]
         taken |= {own for own in ancestors(node) if name_of(own) in _JOINING}
-        if any(shape_of(own) == shape_of(node) and _root(own, states) in system.movable for own in terms):
-            yield from (own for own in terms if isinstance(own, fx.Node) and _root(own, states) is None)
+        whole = [(own, sign) for own, sign in terms
+                 if shape_of(own) == shape_of(node) and _root(own, states) in system.movable]  # fmt: skip
+        if not whole:
+            continue
+        first, by = whole[0]
+        takes = len(whole) == 1 and first in states and len(shape_of(node) or ()) > 1 and _is_kernel(node, states)
+        for own, sign in terms:
+            if isinstance(own, fx.Node) and _root(own, states) is None:
+                yield _Function(own, states[first] if takes else "", -sign * by)
 
 
-def _terms(node: fx.Node) -> Iterator[Any]:
-    """Yield the terms of nested sums without other readers."""
-    for given in () if node.kwargs else node.args[:2]:
+def _terms(node: fx.Node, sign: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """Yield the terms of nested sums without other readers, with their signs."""
+    for given, by in zip(() if node.kwargs else node.args[:2], (sign, -sign if name_of(node) == "sub" else sign)):
         if isinstance(given, fx.Node) and name_of(given) in _JOINING and len(given.users) == 1 and not given.kwargs:
-            yield from _terms(given)
+            yield from _terms(given, by)
         else:
-            yield given
+            yield given, by
+
+
+def _is_kernel(node: fx.Node, states: Any) -> bool:
+    """Whether a sum of weights is no summand itself: layers read it, or functions of weights other than sums."""
+    for user in node.users:
+        name = name_of(user)
+        if name in _MOVING:
+            if not _is_kernel(user, states):
+                return False
+        elif not (name in _LAYERS and user.args[1] is node) and (name in _SUMMING or not _is_of_weights(user, states)):
+            return False
+    return True
+
+
+def _is_small(function: _Function) -> bool:
+    return bool(function.taker) or math.prod(shape_of(function.node) or ()) <= _MOST
 
 
 def _is_of_weights(node: fx.Node, states: Any) -> bool:
@@ -140,10 +139,10 @@ def _inside(functions: Sequence[fx.Node]) -> set[fx.Node]:
     return inside
 
 
-def _holds_at_zero(system: System, node: fx.Node, free: Collection[str]) -> bool:
-    """Whether a function is finite where its free weights vanish, as in canonical forms."""
+def _holds(system: System, function: _Function, free: set[str]) -> bool:
+    """Whether some weights of a function may change, and it is finite where these vanish, as in canonical forms."""
     tensors = {name: own for name, own in system.tensors.items() if name in system.constants}
     generic = Generic({name: own.shape for name, own in system.tensors.items()}, tensors)
-    made = system.made(node)
+    made = system.made(function.node)
     zeros = {name: torch.zeros_like(generic[name]) if name in free else generic[name] for name in made.names()}
-    return bool(Weights(system, zeros).node(made).isfinite().all())
+    return not free.isdisjoint(zeros) and bool(Weights(system, zeros).node(made).isfinite().all())

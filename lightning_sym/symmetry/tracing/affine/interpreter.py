@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym.symmetry.tracing.affine.absorbing import ByFunction
 from lightning_sym.symmetry.tracing.affine.layers import Layers
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places, thinned
+from lightning_sym.symmetry.tracing.affine.weights import ByFunction
 from lightning_sym.symmetry.tracing.capture import OPAQUE
 from lightning_sym.symmetry.tracing.nodes import written_by
 from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations
@@ -75,7 +75,8 @@ class Interpreter(Layers):
             for axis, size in enumerate(shape)
         )
         value.origin = name, coordinates
-        if name in self.system.movable and name not in self.system.weights and node.users:
+        free = name in self.system.movable and name not in self.system.weights | self.system.takers.keys()
+        if free and node.users:
             value.translation = self.system.free_numbers(name)
             if partial := self.system.partial.get(name):
                 family = self.system.family(name, partial)
@@ -94,12 +95,13 @@ class Interpreter(Layers):
             every = [system.free_numbers(name).reshape(-1) for name in self.free]
             numbers = torch.cat(every).reshape(-1, *[1] * len(shape))
             return Value(shape, False, node, None, {system.source(): Drift(places([1] * len(shape)), numbers)})
-        names = system.absorbed[node]
+        names, key = system.absorbed[node], system.signature(node)
+        if any(key in own for own in system.takers.values()):
+            return Value(shape, False, node, learned=True)
         source = torch.cat([system.free_numbers(name).reshape(-1) for name in names])
         evaluate = ByFunction(system.made(node), tuple((name, system.shape(name)) for name in names))
-        key = ("function", system.signature(node), source.numpy().tobytes())
         blocks = places(shape).reshape(1, -1), torch.arange(len(source)).reshape(1, -1)
-        made = system.derive(key, shape, source=source, evaluate=evaluate, blocks=blocks)
+        made = system.derive(("function", key, ()), shape, source=source, evaluate=evaluate, blocks=blocks)
         return Value(shape, False, node, made, learned=True)
 
     # Operations.

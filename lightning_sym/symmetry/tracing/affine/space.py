@@ -19,7 +19,7 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import FormsAt
 from lightning_sym.symmetry.tracing.affine.parts import Folds, Kind, Parts, Readers, Shown, Step, Writers
-from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of
+from lightning_sym.symmetry.tracing.affine.weights import ByFunction, Generic, Made, Weights, names_of
 from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 from lightning_sym.symmetry.views import FixedTensors
 
@@ -87,6 +87,9 @@ class Translations:
             for own in self.parts.steps:
                 state.update(repr(sorted(own.names)).encode())
                 arrays += [own.source, own.columns]
+            for taker in self.parts.takers:
+                state.update(f"{taker.name} {taker.sign}".encode())
+                arrays.append(taker.source)
             for fold in self.folds:
                 state.update(f"{fold.gain} {fold.power}".encode())
                 arrays += [fold.entries, fold.places]
@@ -128,7 +131,7 @@ class Translations:
         for part in self.parts.everywhere:
             if moved[part.at].any():
                 found.add(part.name)
-        return found
+        return found | {part.name for part in self.parts.takers}
 
     def shows(self, element: Tensor, at: Ints) -> bool:
         """Return whether an element may add anything to wanted unknowns."""
@@ -303,6 +306,11 @@ class Located:
         Their additions need a limit as zeros are approached, the same for two kinds of tiny numbers.
         """
         found, entries = np.ones(self.space.size, bool), self.space.entries
+        functions = [(own.evaluate, own.source) for own in (*self.parts.takers, *self.parts.steps)
+                     if isinstance(own.evaluate, ByFunction)]  # fmt: skip
+        for own, source in functions:  # some of them divide by gains
+            if own.node.names() <= self.tensors.keys() and not bool(self.weights.node(own.node).isfinite().all()):
+                found[:entries] &= self.matrix[source, :entries].getnnz(0) == 0
         known = [own for own in self.parts.readers if names_of(self.space, own.coefficient) <= self.tensors.keys()]
         coefficients = [self.coefficient(rows).numpy() for rows in known]
         if not (bool(self.forms) and len(self._multiples) and self.weights.has_zeros):
@@ -488,6 +496,9 @@ class Located:
         for writers in self.parts.writers:
             if writers.name in names and bool(element[writers.places].any()):
                 found.setdefault(writers.name, []).append(self.of_one(writers, element))
+        for taker in self.parts.takers:
+            if taker.name in names and known[taker.source].any() and taker.evaluate.node.names() <= self.tensors.keys():
+                found.setdefault(taker.name, []).append(Summand(taker.added(known, self.weights)))
         return found
 
     def _of_rows(self, rows: Readers, known: Floats) -> Summand:
@@ -523,6 +534,8 @@ class Located:
         """
         parts, size = self.parts, self.space.size
         wanted = [part.at for part in parts.placed if part.name in names]
+        takers = [own for own in parts.takers if own.name in names]
+        wanted += [own.source for own in takers]
         total = self._total(rising(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
         found = {
             name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes
@@ -537,6 +550,13 @@ class Located:
         for writers in parts.writers:
             if writers.name in found:
                 found[writers.name] = found[writers.name] + self._rates_of_writers(writers)
+        for own in takers:
+            source = total[own.source]
+            columns = np.flatnonzero(source.getnnz(0))
+            made = own.evaluate.rates(torch.from_numpy(source[:, columns].toarray().T.copy()), self.weights)
+            moved = sparse.coo_matrix(own.sign * made.reshape(len(columns), -1).numpy().T)
+            shape = found[own.name].shape
+            found[own.name] += sparse.csr_matrix((moved.data, (moved.row, columns[moved.col])), shape)
         return found
 
     def pulled_back(self, gradients: Mapping[str, Tensor]) -> Floats:
@@ -557,6 +577,10 @@ class Located:
         for rows in parts.readers:
             if rows.name in flat:
                 _add_at(total, rows.at, self._along_rows(rows, flat[rows.name]))
+        for own in parts.takers:
+            if own.name in flat:
+                slopes = own.evaluate.pulled_back(own.sign * flat[own.name][None], own.source.shape, self.weights)
+                _add_at(total, own.source, slopes[0])
         for step in reversed(self._steps):
             used, at, _, transposed = self._forms_of(step)
             if not len(used) or not (slopes := transposed @ total[at]).any():

@@ -112,6 +112,7 @@ class System:
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
         self.exclusions: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; the first vanish if the others do not
         self.absorbed: dict[fx.Node, tuple[str, ...]] = {}  # functions of weights, with those that may change freely
+        self.takers: dict[str, dict[str, tuple[Any, float]]] = {}  # weights that take off all changes of functions
         self.inside: set[fx.Node] = set()  # operations that only these functions read
         self.idle: set[str] = set()  # tensors that only these functions read
         self.lengths: set[int] = set()  # of the inputs of the current capture
@@ -194,7 +195,7 @@ class System:
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
         new.exclusive, new.common = self.exclusive, self.common
-        new.absorbed, new.inside, new.idle = self.absorbed, self.inside, self.idle
+        new.absorbed, new.takers, new.inside, new.idle = self.absorbed, self.takers, self.inside, self.idle
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)

@@ -19,7 +19,7 @@ from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.leaning import leaning_of
 from lightning_sym.symmetry.tracing.affine.normed import normed_of
-from lightning_sym.symmetry.tracing.affine.parts import Free, Kind, Parts, Readers, Shown, Step, Writers
+from lightning_sym.symmetry.tracing.affine.parts import Free, Kind, Parts, Readers, Shown, Step, Taker, Writers
 from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
 from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.space import Translations
@@ -200,6 +200,11 @@ class _Compiler:
                 writers.append(Writers(name, tuple(sorted(axes)), at, columns, begin, shape, whole))
             begin += len(columns) * writers[-1].size
         steps = [self._step(own) for own in self._together()]
+        takers = [
+            Taker(name, sign, self._at(torch.cat([system.free[own].reshape(-1) for own, _ in by.given])), by)
+            for name, functions in system.takers.items()
+            for by, sign in functions.values()
+        ]
         constants = {
             name: system.tensors[name]
             for name in system.tensors
@@ -222,6 +227,7 @@ class _Compiler:
             begin,
             sum(itertools.starmap(self._in_common, self._pairs())),
             [],
+            takers=takers,
         )
         parts.kinds = [*self._kinds(parts), *self._kinds_of_changes(parts)]
         return Translations(parts)
