@@ -131,10 +131,9 @@ def idle_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
     """Return the signs that make running means positive; nan for signs that flip none. Shape (signs,)."""
     total = np.zeros(structure.signs.shape[1])
     for slot in structure.slots:
-        values = tensors[slot.tensor].detach().double().cpu().numpy().ravel()
-        idle = slot.tensor in structure.shifts.idle - structure.shifts.names
-        if idle and slot.kind == "value" and len(values) == slot.size:
-            total += structure.signs[slot.rows].T @ values
+        if slot.tensor in structure.shifts.idle - structure.shifts.names and slot.kind == "value":
+            values = tensors[slot.tensor].detach().double().cpu().numpy().ravel()
+            total += structure.signs[slot.rows].T @ values if len(values) == slot.size else 0.0
     return np.where(total == 0, np.nan, np.sign(total))
 
 

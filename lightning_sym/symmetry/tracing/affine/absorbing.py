@@ -30,11 +30,13 @@ class _Function(NamedTuple):
         node: The function.
         taker: The parameter, if it takes off the whole change of the function; empty if the sum may change as well.
         sign: The sign of its change then.
+        total: The sum, if only layers read it: it then has the parameter's translations.
     """
 
     node: fx.Node
     taker: str
     sign: float
+    total: fx.Node | None
 
 
 def absorb_ahead(system: System, captures: Sequence[Constants]) -> None:
@@ -56,6 +58,9 @@ def absorb_ahead(system: System, captures: Sequence[Constants]) -> None:
     for own in itertools.chain(*functions):
         made = system.made(own.node)
         system.absorbed[own.node] = tuple(sorted(free & made.names()))
+        if own.total is not None:
+            system.totals |= dict.fromkeys([own.total, *_nested(own.total)], own.taker)
+            system.weights.add(own.taker)
         if own.taker:
             given = tuple((name, system.shape(name)) for name in system.absorbed[own.node])
             taken = system.takers.setdefault(own.taker, {})
@@ -79,9 +84,10 @@ def _functions(system: System, constants: Constants) -> Iterator[_Function]:
             continue
         first, by = whole[0]
         takes = len(whole) == 1 and first in states and len(shape_of(node) or ()) > 1 and _is_kernel(node, states)
-        for own, sign in terms:
-            if isinstance(own, fx.Node) and _root(own, states) is None:
-                yield _Function(own, states[first] if takes else "", -sign * by)
+        functions = [(own, sign) for own, sign in terms if isinstance(own, fx.Node) and _root(own, states) is None]
+        read = takes and by == 1 and len(functions) + 1 == len(terms) and _is_kernel(node, states, alone=True)
+        for own, sign in functions:
+            yield _Function(own, states[first] if takes else "", -sign * by, node if read else None)
 
 
 def _terms(node: fx.Node, sign: float = 1.0) -> Iterator[tuple[Any, float]]:
@@ -93,14 +99,31 @@ def _terms(node: fx.Node, sign: float = 1.0) -> Iterator[tuple[Any, float]]:
             yield given, by
 
 
-def _is_kernel(node: fx.Node, states: Any) -> bool:
-    """Whether a sum of weights is no summand itself: layers read it, or functions of weights other than sums."""
+def _nested(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the sums among the terms of a sum."""
+    for given in node.all_input_nodes:
+        if name_of(given) in _JOINING and len(given.users) == 1 and not given.kwargs:
+            yield given
+            yield from _nested(given)
+
+
+def _is_kernel(node: fx.Node, states: Any, *, alone: bool = False) -> bool:
+    """Whether a sum of weights is no summand itself: layers read it, or functions of weights other than sums.
+
+    Args:
+        node: The sum.
+        states: The names of weights.
+        alone: Whether only layers may read it.
+    """
     for user in node.users:
-        name = name_of(user)
+        name, inputs = name_of(user), not _is_of_weights(user, states)
         if name in _MOVING:
-            if not _is_kernel(user, states):
+            if not _is_kernel(user, states, alone=alone):
                 return False
-        elif not (name in _LAYERS and user.args[1] is node) and (name in _SUMMING or not _is_of_weights(user, states)):
+        elif name in _LAYERS and user.args[1] is node:
+            if alone and not inputs:
+                return False
+        elif alone or inputs or name in _SUMMING:
             return False
     return True
 

@@ -56,7 +56,9 @@ class Interpreter(Layers):
             elif node.op == "call_function":
                 self.reading = []
                 absorbed = node in self.system.absorbed or node in self.system.inside
-                self.values[node] = self._function(node) if absorbed else self._operation(node)
+                total = node in self.system.totals
+                value = self._function if absorbed else self._total if total else self._operation
+                self.values[node] = value(node)
                 self.readings[node] = self.reading
 
     def _placeholder(self, node: fx.Node) -> Value | None:
@@ -70,11 +72,7 @@ class Interpreter(Layers):
         value = Value(shape, False, node, learned=learned)
         if not learned:
             return value
-        coordinates = tuple(
-            torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
-            for axis, size in enumerate(shape)
-        )
-        value.origin = name, coordinates
+        value.origin = name, _coordinates(shape)
         free = name in self.system.movable and name not in self.system.weights | self.system.takers.keys()
         if free and node.users:
             value.translation = self.system.free_numbers(name)
@@ -83,6 +81,11 @@ class Interpreter(Layers):
                 function = places([size if axis in partial else 1 for axis, size in enumerate(shape)])
                 value.drifts[self.system.source()] = Drift(function, family.directions[None])
         return value
+
+    def _total(self, node: fx.Node) -> Value:
+        """Return a weight plus functions of weights, with the translations of the weight."""
+        shape = tuple(node.meta["val"].shape)
+        return Value(shape, False, node, origin=(self.system.totals[node], _coordinates(shape)), learned=True)
 
     def _function(self, node: fx.Node) -> Value:
         """Return a function of weights that another weight absorbs, or a value inside of it, which changes freely."""
@@ -310,6 +313,14 @@ class Interpreter(Layers):
             move = replace(move, grows=self.constants.grows(node.args[0], move.axis))
         results = self.move(first, move, node)
         return results if isinstance(node.meta["val"], (list, tuple)) else results[0]
+
+
+def _coordinates(shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the place of each entry of a parameter along each of its axes; thin."""
+    return tuple(
+        torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
+        for axis, size in enumerate(shape)
+    )
 
 
 _RULES: Mapping[str, Callable[..., Any]] = {
