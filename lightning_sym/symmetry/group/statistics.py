@@ -183,9 +183,18 @@ def _alone(moving: sparse.csc_matrix) -> Bools:
 def rank_of(matrix: sparse.csr_matrix) -> int:
     """Return the rank of a matrix, the sum of the ranks of its blocks."""
     matrix.eliminate_zeros()
-    return sum(
+    columns = matrix.tocsc()
+    others = np.diff(matrix.indptr)[columns.indices] > 1  # in rows with further columns
+    alone = (np.diff(columns.indptr) > 0) & (np.bincount(_numbered(columns)[others], minlength=matrix.shape[1]) == 0)
+    matrix = columns[:, ~alone].tocsr()
+    return int(alone.sum()) + sum(
         int(np.linalg.matrix_rank(block, tol=_ROUNDING * float(np.abs(block).max()))) for _, block in _blocks(matrix)
     )
+
+
+def _numbered(matrix: sparse.csc_matrix) -> Ints:
+    """Return the column of each entry."""
+    return np.repeat(np.arange(matrix.shape[1]), np.diff(matrix.indptr))
 
 
 def _blocks(matrix: sparse.csr_matrix, most: float = math.inf) -> Iterator[tuple[Ints, Floats]]:

@@ -37,12 +37,14 @@ class _Layer(NamedTuple):
         root: The value.
         steps: The operations in order.
         window: Sizes, strides and paddings of the kernel, along each spatial axis.
+        groups: The number of groups of channels; 0 without a kernel.
     """
 
     term: Term
     root: fx.Node
     steps: list[fx.Node]
     window: list[tuple[int, int, int]]
+    groups: int
 
     @property
     def size(self) -> int:
@@ -146,11 +148,12 @@ class _Merger:
             count = spatial_axes_of(r.name(step))
             given = [argument(step, place, key, 4 - place) for place, key in ((3, "stride"), (4, "padding"))]
             own = [*zip(r.shape(step.args[1])[2:], *(listed(numbers, count) for numbers in given), strict=True)]
-            if at and any(each != (1, 1, 0) for each in own):
+            if at and (any(each != (1, 1, 0) for each in own) or {*map(_groups, spread)} != {1}):
                 return None
             window = window or own
         flat = spread or any(r.name(step) == "batch_norm" for step in steps)
-        return _Layer(term, node, steps, window or [(1, 1, 0)] * (rank - 2) * bool(flat)) if steps else None
+        groups = next((_groups(step) for step in steps if r.name(step) in _LAYERS), 0)
+        return _Layer(term, node, steps, window or [(1, 1, 0)] * (rank - 2) * bool(flat), groups) if steps else None
 
     def _is_step(self, node: fx.Node) -> bool:
         r, name = self.r, self.r.name(node)
@@ -159,7 +162,6 @@ class _Merger:
         if name in _LAYERS:
             plain = name == "linear" or (
                 not isinstance(argument(node, 4, "padding", 0), str)
-                and argument(node, 6, "groups", 1) == 1
                 and set(listed(argument(node, 5, "dilation", 1), 1)) == {1}
             )
             return plain and r.made_of(node.args[0]) == "inputs" and r.made_of(node.args[1]) == "weights"
@@ -186,7 +188,7 @@ class _Merger:
 
     def _sum(self, first: _Layer, others: Sequence[_Layer]) -> fx.Node:
         """Return the value of a layer that takes up the weights of others."""
-        r, parts = self.r, [(own, *self._weights(own, len(first.window))) for own in others]
+        r, parts = self.r, [(own, *self._weights(own, first)) for own in others]
         kernels, biases = [], []
         for layer, kernel, bias in parts:
             pads = [n for (size, _, pad), (all_, _, whole) in zip(layer.window[::-1], first.window[::-1], strict=True)
@@ -219,9 +221,9 @@ class _Merger:
             self.r._marked.discard(step)
         self.r._marked.add(function)
 
-    def _weights(self, layer: _Layer, spatial: int) -> tuple[Any, Any]:
-        """Return the kernel and the bias of a chain."""
-        r, kernel, bias = self.r, None, None
+    def _weights(self, layer: _Layer, first: _Layer) -> tuple[Any, Any]:
+        """Return the kernel and the bias of a chain, as a part of another one."""
+        r, kernel, bias, spatial = self.r, None, None, len(first.window)
         for step in layer.steps:
             if r.name(step) in _LAYERS:
                 own: Any = step.args[1]
@@ -237,7 +239,8 @@ class _Merger:
             gain, more = self._affine(step)
             if kernel is None:
                 size = r.shape(step)[1 if r.name(step) == "batch_norm" or spatial else -1]
-                kernel = reshaped(r, r.hold(torch.eye(size)), [size, size, *[1] * spatial])
+                unit = torch.eye(size) if first.groups == 1 else torch.ones(size, 1)
+                kernel = reshaped(r, r.hold(unit), [*unit.shape, *[1] * spatial])
             kernel = self._times(kernel, gain)
             bias = None if bias is None else self._times(bias, gain)
             if r.name(step) == "batch_norm":
@@ -276,9 +279,15 @@ class _Merger:
         return (one if two is None else two) if one is None or two is None else self.r.insert(aten.add.Tensor, one, two)
 
 
+def _groups(node: fx.Node) -> int:
+    return int(argument(node, 6, "groups", 1))
+
+
 def _fits(layer: _Layer, first: _Layer) -> bool:
     """Whether a layer's kernel is a part of another one."""
-    return len(layer.window) in (0, len(first.window)) and all(
+    width = (first.term.node.meta["val"].shape[1] if first.window else 1, 1)
+    same = layer.groups == first.groups or (layer.groups == 0 and first.groups in width)
+    return same and len(layer.window) in (0, len(first.window)) and all(
         stride == step and 0 <= whole - pad <= all_ - size
         for (size, stride, pad), (all_, step, whole) in zip(layer.window, first.window, strict=False)
     )

@@ -36,6 +36,7 @@ class Interpreter(Layers):
         self.values: dict[fx.Node, Any] = {}
         self.hot: dict[Any, Value] = {}
         self.free = {name for names in system.absorbed.values() for name in names}
+        self.marked = {mark.node for mark in constants.capture.marks}
         self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:
@@ -94,18 +95,21 @@ class Interpreter(Layers):
             own, name = self.values.get(given), self.capture.states.get(given)
             if isinstance(own, Value) and (name not in self.free if name else given not in system.inside):
                 self.fix(own)
+        value = Value(shape, False, node, learned=True)
         if node not in system.absorbed:
-            every = [system.free_numbers(name).reshape(-1) for name in self.free]
-            numbers = torch.cat(every).reshape(-1, *[1] * len(shape))
-            return Value(shape, False, node, None, {system.source(): Drift(places([1] * len(shape)), numbers)})
+            if some := sorted(self.free & system.made(node).names()) if node in self.marked else []:
+                numbers = torch.cat([system.free_numbers(name).reshape(-1) for name in some])
+                drift = Drift(places([1] * len(shape)), numbers.reshape(-1, *[1] * len(shape)))
+                value.drifts[system.source()] = drift
+            return value
         names, key = system.absorbed[node], system.signature(node)
         if any(key in own for own in system.takers.values()):
-            return Value(shape, False, node, learned=True)
+            return value
         source = torch.cat([system.free_numbers(name).reshape(-1) for name in names])
         evaluate = ByFunction(system.made(node), tuple((name, system.shape(name)) for name in names))
         blocks = places(shape).reshape(1, -1), torch.arange(len(source)).reshape(1, -1)
         made = system.derive(("function", key, ()), shape, source=source, evaluate=evaluate, blocks=blocks)
-        return Value(shape, False, node, made, learned=True)
+        return value.with_(translation=made)
 
     # Operations.
 
