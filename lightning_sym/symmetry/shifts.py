@@ -55,7 +55,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept
     found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}
-    find = functools.partial(
+    find: Callable[..., Translations] = functools.partial(
         find_translations,
         constants=kept,
         members=labels.stacked,

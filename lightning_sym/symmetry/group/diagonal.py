@@ -99,8 +99,8 @@ class Scale(Diagonal):
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the scales of the wanted gauge; gains of rotated streams are brought to 1 first."""
-        held = held_scales(self.structure, state.tensors, state.wanted)
-        state.weigh(np.where(idle_generators(self.structure, self.forms), variance_scales(self.structure, state.tensors), held))
+        idle, known = idle_generators(self.structure, self.forms), variance_scales(self.structure, state.tensors)
+        state.weigh(np.where(idle, known, held_scales(self.structure, state.tensors, state.wanted)))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
     def is_even(self, one: Tensor, two: Tensor) -> bool:

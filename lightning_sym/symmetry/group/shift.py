@@ -54,9 +54,7 @@ class Shift(Additive):
     @property
     def gains(self) -> frozenset[str]:
         """The tensors with multiples among the additions."""
-        space = self.structure.shifts
-        functions = () if space.parts is None else (own.evaluate for own in space.parts.takers)
-        return frozenset(space.factors).union(*(own.node.names() - {name for name, _ in own.given} for own in functions))
+        return frozenset(self.structure.shifts.factors | self.structure.shifts.divisors)
 
     rung, bounded = Rung.IN_TURN, True
 

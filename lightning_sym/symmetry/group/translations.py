@@ -361,7 +361,7 @@ def elements_alone(
     _, label = sparse.csgraph.connected_components((abs(forms[every]).T @ abs(forms[every])).tocsr(), False)
     found = {}
     for part in parts.free:
-        if part.name not in names or not forms[part.at.ravel()].nnz:
+        if part.name not in names or part.name in space.idle or not forms[part.at.ravel()].nnz:
             continue
         near = np.flatnonzero(np.isin(label, label[forms[part.at.ravel()].indices]))
         others = forms[np.setdiff1d(every, part.at.ravel())][:, near]

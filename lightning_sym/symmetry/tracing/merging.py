@@ -1,6 +1,6 @@
 """Merge linear layers that read one value and whose results are added into the layer with the largest kernel.
 
-Examples: a 3x3 and a 1x1 convolution, each with a batch norm (RepVGG); a layer and a product of two smaller ones (LoRA).
+Examples: a 3x3 and a 1x1 convolution, each with a batch norm (RepVGG); a layer and two smaller ones in a row (LoRA).
 The merged layer reads its weight only in a sum with the others' weights, which translations then change freely.
 """
 
@@ -191,23 +191,23 @@ class _Merger:
         r, parts = self.r, [(own, *self._weights(own, first)) for own in others]
         kernels, biases = [], []
         for layer, kernel, bias in parts:
-            pads = [n for (size, _, pad), (all_, _, whole) in zip(layer.window[::-1], first.window[::-1], strict=True)
-                    for n in (whole - pad, all_ - size - whole + pad)]  # fmt: skip
+            pads, sign = list[int](), 1.0 if layer.term.added else -1.0
+            for (size, _, pad), (most, _, before) in zip(layer.window[::-1], first.window[::-1], strict=True):
+                pads += [before - pad, most - size - before + pad]
             kernel = r.insert(aten.constant_pad_nd.default, kernel, pads) if any(pads) else kernel
-            kernels.append(self._times(kernel, 1.0 if layer.term.added else -1.0))
-            biases += [] if bias is None else [self._times(bias, 1.0 if layer.term.added else -1.0)]
+            kernels.append(self._times(kernel, sign))
+            biases += [] if bias is None else [self._times(bias, sign)]
         kernel, bias = (functools.reduce(self._plus, own) if own else None for own in (kernels, biases))
         self._hide([*first.steps, *(step for own in others for step in own.steps)], kernel)
         gains = [self._affine(step)[0] for step in first.steps]
         carriers = [at for at, step in enumerate(first.steps) if self._affine(step)[1] is not None]
         value = first.root
         for at, step in enumerate(first.steps):
-            place = 2
             args, later = [value if own in (first.root, *first.steps) else own for own in step.args], gains[at + 1 :]
             if at == 0:
                 args[1] = r.insert(aten.add.Tensor, args[1], self._divided(kernel, later))
             if bias is not None and carriers and at == carriers[-1]:
-                args[place] = r.insert(aten.add.Tensor, args[place], self._divided(bias, later))
+                args[2] = r.insert(aten.add.Tensor, args[2], self._divided(bias, later))
             value = r.insert(step.target, *args, **step.kwargs)
         if bias is not None and not carriers:
             value = r.insert(aten.add.Tensor, value, reshaped(r, bias, [-1, *[1] * len(first.window)]))
@@ -287,7 +287,11 @@ def _fits(layer: _Layer, first: _Layer) -> bool:
     """Whether a layer's kernel is a part of another one."""
     width = (first.term.node.meta["val"].shape[1] if first.window else 1, 1)
     same = layer.groups == first.groups or (layer.groups == 0 and first.groups in width)
-    return same and len(layer.window) in (0, len(first.window)) and all(
-        stride == step and 0 <= whole - pad <= all_ - size
-        for (size, stride, pad), (all_, step, whole) in zip(layer.window, first.window, strict=False)
+    return (
+        same
+        and len(layer.window) in (0, len(first.window))
+        and all(
+            stride == step and 0 <= before - pad <= most - size
+            for (size, stride, pad), (most, step, before) in zip(layer.window, first.window, strict=False)
+        )
     )

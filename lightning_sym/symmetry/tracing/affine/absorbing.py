@@ -71,7 +71,7 @@ def absorb_ahead(system: System, captures: Sequence[Constants]) -> None:
 
 
 def _functions(system: System, constants: Constants) -> Iterator[_Function]:
-    """Find functions that are added to a parameter without other readers, the last ones first."""
+    """Yield functions that are added to a parameter without other readers, the last ones first."""
     states, taken = constants.capture.states, set[fx.Node]()
     for node in reversed(constants.capture.graph.nodes):
         if name_of(node) not in _JOINING or node in taken or not _is_of_weights(node, states):
@@ -92,7 +92,9 @@ def _functions(system: System, constants: Constants) -> Iterator[_Function]:
 
 def _terms(node: fx.Node, sign: float = 1.0) -> Iterator[tuple[Any, float]]:
     """Yield the terms of nested sums without other readers, with their signs."""
-    for given, by in zip(() if node.kwargs else node.args[:2], (sign, -sign if name_of(node) == "sub" else sign)):
+    if node.kwargs:
+        return
+    for given, by in zip(node.args[:2], (sign, -sign if name_of(node) == "sub" else sign), strict=True):
         if isinstance(given, fx.Node) and name_of(given) in _JOINING and len(given.users) == 1 and not given.kwargs:
             yield from _terms(given, by)
         else:

@@ -56,10 +56,10 @@ class Interpreter(Layers):
                         self.fix(value)
             elif node.op == "call_function":
                 self.reading = []
-                absorbed = node in self.system.absorbed or node in self.system.inside
-                total = node in self.system.totals
-                value = self._function if absorbed else self._total if total else self._operation
-                self.values[node] = value(node)
+                if node in self.system.absorbed or node in self.system.inside:
+                    self.values[node] = self._function(node)
+                else:
+                    self.values[node] = self._total(node) if node in self.system.totals else self._operation(node)
                 self.readings[node] = self.reading
 
     def _placeholder(self, node: fx.Node) -> Value | None:

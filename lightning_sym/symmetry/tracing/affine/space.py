@@ -173,6 +173,12 @@ class Translations:
         return found.union(*(names_of(self, rows.coefficient) for rows in self.parts.readers))
 
     @property
+    def divisors(self) -> set[str]:
+        """The tensors that stay in functions of weights which others absorb; such a function may divide by them."""
+        functions = [] if self.parts is None else [own.evaluate for own in self.parts.takers]
+        return set().union(*(own.node.names() - {name for name, _ in own.given} for own in functions))
+
+    @property
     def shown(self) -> dict[str, Shown]:
         """The action of elements on named values inside the network."""
         return {} if self.parts is None else self.parts.shown
@@ -306,10 +312,11 @@ class Located:
         Their additions need a limit as zeros are approached, the same for two kinds of tiny numbers.
         """
         found, entries = np.ones(self.space.size, bool), self.space.entries
-        functions = [(own.evaluate, own.source) for own in (*self.parts.takers, *self.parts.steps)
-                     if isinstance(own.evaluate, ByFunction)]  # fmt: skip
-        for own, source in functions:  # some of them divide by gains
-            if own.node.names() <= self.tensors.keys() and not bool(self.weights.node(own.node).isfinite().all()):
+        made = [(step.evaluate, step.source) for step in self.parts.steps if isinstance(step.evaluate, ByFunction)]
+        made += [(taker.evaluate, taker.source) for taker in self.parts.takers]
+        for function, source in made:  # some divide by gains
+            there = function.node.names() <= self.tensors.keys()
+            if there and not bool(self.weights.node(function.node).isfinite().all()):
                 found[:entries] &= self.matrix[source, :entries].getnnz(0) == 0
         known = [own for own in self.parts.readers if names_of(self.space, own.coefficient) <= self.tensors.keys()]
         coefficients = [self.coefficient(rows).numpy() for rows in known]
@@ -577,10 +584,10 @@ class Located:
         for rows in parts.readers:
             if rows.name in flat:
                 _add_at(total, rows.at, self._along_rows(rows, flat[rows.name]))
-        for own in parts.takers:
-            if own.name in flat:
-                slopes = own.evaluate.pulled_back(own.sign * flat[own.name][None], own.source.shape, self.weights)
-                _add_at(total, own.source, slopes[0])
+        for taker in parts.takers:
+            if taker.name in flat:
+                given = taker.sign * flat[taker.name][None]
+                _add_at(total, taker.source, taker.evaluate.pulled_back(given, taker.source.shape, self.weights)[0])
         for step in reversed(self._steps):
             used, at, _, transposed = self._forms_of(step)
             if not len(used) or not (slopes := transposed @ total[at]).any():

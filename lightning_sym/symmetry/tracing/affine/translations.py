@@ -33,6 +33,7 @@ from lightning_sym.symmetry.tracing.numbering import sum_by
 NORM = "biases that batch norms absorb"
 LINEAR = "biases that linear layers absorb"
 UNSEEN = "biases that nothing sees"
+TAKEN = "functions of weights that other weights take off"
 OPPOSED = "coupled translations"
 WRITERS = "means that norms subtract"
 READERS = "rows that read a layer norm"
@@ -353,6 +354,8 @@ class _Compiler:
         """Name the kind of entries that are added at equal places, at most ``most`` times to each tensor."""
         if any(own.coefficient.items or own.segments.any() for own in rows if not own.constants):
             return READERS
+        if not self.system.idle.isdisjoint(free):
+            return TAKEN
         free = [*(own.name for own in rows), *free]  # of a table that is translated equally in all rows
         learned = [isinstance(self.system.tensors[name], torch.nn.Parameter) for name in free]
         if not all(learned):

@@ -439,7 +439,7 @@ class ByFunction(NamedTuple):
 
     def _moved(self, values: Tensor, weights: Weights) -> Tensor:
         """Return the function after additions to its weights, side by side in `values`."""
-        parts = values.split([math.prod(shape) for _, shape in self.given])
+        parts = torch.split(values, [math.prod(shape) for _, shape in self.given])
         moved = {name: weights.tensor(name) + own.reshape(shape)
                  for (name, shape), own in zip(self.given, parts, strict=True)}  # fmt: skip
         rest = {name: weights.tensor(name) for name in self.node.names() - moved.keys()}
@@ -460,7 +460,8 @@ class ByFunction(NamedTuple):
 
     def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
         """Return the derivative by values of a shape, given that by the derived unknowns."""
-        _, back = torch.func.vjp(lambda t: self._moved(t, weights), torch.zeros(tuple(shape), dtype=torch.float64))
+        zero = torch.zeros(tuple(shape), dtype=torch.float64)
+        back = torch.func.vjp(lambda t: self._moved(t, weights), zero)[1]
         return torch.stack([back(own)[0] for own in slopes])
 
     def names(self, program: Program) -> set[str]:
