@@ -113,7 +113,7 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         ones = (np.ones(part.size) for part in parameters.values())
         each = (one if slope is None else 1 / slope.numpy().ravel() for one, slope in zip(ones, slopes, strict=True))
         vectors = (sparse.diags(np.concatenate([*each])) @ vectors).tocsc()
-    statistics = structure.shifts.idle - symmetry.parameter_names
+    statistics = structure.idle - symmetry.parameter_names
     twice = counted_twice(structure, symmetry.shapes, statistics) if statistics else symmetry._counted_twice
     twice += sum(factor.redundant for factor in symmetry.factors)
     count = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice

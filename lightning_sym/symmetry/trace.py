@@ -296,7 +296,7 @@ def _derived(
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,
-        absorbed=absorbed | added.structure.shifts.idle,
+        absorbed=absorbed | added.structure.idle,
         norms=find_norms(captures, parameters),
         common_shift=added.common_shift,
     )

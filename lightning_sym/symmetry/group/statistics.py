@@ -87,7 +87,7 @@ def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]], wa
     """
     rows = structure.slots[-1].rows.stop if structure.slots else 0
     free, asked = np.zeros(rows, bool), np.zeros(rows, bool)
-    some = structure.shifts.may_move_one_by_one - structure.shifts.idle
+    some = structure.shifts.may_move_one_by_one - structure.idle
     may = np.zeros(rows, bool)
     for slot in structure.slots:
         may[slot.rows] = slot.tensor in some
@@ -97,7 +97,7 @@ def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]], wa
     for positions in wanted:
         asked[positions] = True
     for slot in structure.slots:
-        free[slot.rows] = slot.tensor in structure.shifts.idle
+        free[slot.rows] = slot.tensor in structure.idle
     names = sorted({slot.tensor for slot in structure.slots if slot.tensor in some and asked[slot.rows].any()})
     if not names:
         return free
@@ -121,8 +121,8 @@ def idle_generators(structure: Structure, forms: sparse.csr_matrix) -> Bools:
         structure: The group.
         forms: Exponents. Shape (positions of all slots, generators).
     """
-    others = [slot.rows for slot in structure.slots if slot.tensor not in structure.shifts.idle]
-    acting = [forms[rows].getnnz(0) for rows in others] if structure.shifts.idle else [np.ones(forms.shape[1])]
+    others = [slot.rows for slot in structure.slots if slot.tensor not in structure.idle]
+    acting = [forms[rows].getnnz(0) for rows in others] if structure.idle else [np.ones(forms.shape[1])]
     alone: Bools = np.sum(acting, axis=0) == 0
     return alone
 
@@ -131,7 +131,7 @@ def idle_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
     """Return the signs that make running means positive; nan for signs that flip none. Shape (signs,)."""
     total = np.zeros(structure.signs.shape[1])
     for slot in structure.slots:
-        if slot.tensor in structure.shifts.idle - structure.shifts.names and slot.kind == "value":
+        if slot.tensor in structure.idle - structure.shifts.names and slot.kind == "value":
             values = tensors[slot.tensor].detach().double().cpu().numpy().ravel()
             total += structure.signs[slot.rows].T @ values if len(values) == slot.size else 0.0
     return np.where(total == 0, np.nan, np.sign(total))

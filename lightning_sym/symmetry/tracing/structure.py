@@ -344,6 +344,11 @@ class Structure:
         return False
 
     @property
+    def idle(self) -> frozenset[str]:
+        """The tensors that only functions read that other weights absorb."""
+        return self.shifts.idle
+
+    @property
     def translates(self) -> bool:
         """Whether translations or rank-one maps act anywhere."""
         return bool(self.shifts) or bool(self.tilts)
