@@ -16,7 +16,7 @@ from lightning_sym.symmetry.group.equations import of_single_units, solved
 from lightning_sym.symmetry.group.factor import MANY, Draw, Factor
 from lightning_sym.symmetry.group.gained_forms import held_scales
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
-from lightning_sym.symmetry.group.gauge import variance_scales, without_balance
+from lightning_sym.symmetry.group.gauge import without_balance
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.group.order import find_signs
 from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proportion
@@ -99,8 +99,7 @@ class Scale(Diagonal):
 
     def canonical(self, state: Gathered) -> Canonical:
         """Return the scales of the wanted gauge; gains of rotated streams are brought to 1 first."""
-        idle, known = idle_generators(self.structure, self.forms), variance_scales(self.structure, state.tensors)
-        state.weigh(np.where(idle, known, held_scales(self.structure, state.tensors, state.wanted)))
+        state.weigh(held_scales(self.structure, state.tensors, state.wanted))
         return Canonical({self.name: torch.from_numpy(state.gauge.log_scale)}, state.gauge.notes)
 
     def is_even(self, one: Tensor, two: Tensor) -> bool:
