@@ -40,7 +40,9 @@ class Added(NamedTuple):
     common_shift: Callable[[], int] | None
 
 
-def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool) -> Added:
+def find_shifts(
+    captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool, merges: bool = True
+) -> Added:
     """Find the translations of the weights and the rank-one maps of layer norms.
 
     Args:
@@ -49,6 +51,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         labels: The constraints of its operations.
         group: Its group without translations.
         wanted: Whether to search for translations.
+        merges: Whether to merge layers for this.
     """
     structure, values, *_ = group
     # A bias that absorbs the constant of a flipped unit cannot also absorb a change of the mean.
@@ -63,7 +66,7 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         scaled=structure.scales_differ,
     )
     if wanted:
-        found, find = _largest(captures, find, states)
+        found, find = _largest([captures, merged(captures) if merges else None], find, states)
     else:
         structure, values = (replace(each, half_turns=NO_HALF_TURNS) for each in (structure, values))
     structure = replace(structure, shifts=found)
@@ -81,14 +84,14 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
 
 
 def _largest(
-    captures: Sequence[Capture], find: Callable[..., Translations], states: Mapping[str, Tensor]
+    ways: Sequence[Sequence[Capture] | None], find: Callable[..., Translations], states: Mapping[str, Tensor]
 ) -> tuple[Translations, Callable[..., Translations]]:
     """Return the translations that are found, and the function that finds them.
 
     Merged layers have more, unless a norm or an absent bias allows more of separate ones.
     """
     best: tuple[Translations, Callable[..., Translations]] | None = None
-    for own in (captures, merged(captures)):
+    for own in ways:
         if own is None:
             continue
         way = functools.partial(find, own)

@@ -52,9 +52,15 @@ class _Layer(NamedTuple):
         return math.prod(size for size, *_ in self.window)
 
 
+def sums_of_layers(captures: Sequence[Capture]) -> list[str]:
+    """Return the modules of the first capture's sums of layers that may be merged, if all captures have some."""
+    found = [[own for own in capture.graph.nodes if _may_merge(own)] for capture in captures]
+    return [captures[0].modules.get(own) or "forward" for own in found[0]] if all(found) else []
+
+
 def merged(captures: Sequence[Capture]) -> Sequence[Capture] | None:
     """Return copies of captures with merged layers; None if no layers are added in any."""
-    if not all(any(map(_may_merge, capture.graph.nodes)) for capture in captures):
+    if not sums_of_layers(captures):
         return None
     copies = [_copied(capture) for capture in captures]
     changed = [_Merger(Rewriter(own, own_operations())).run() for own in copies]
