@@ -1,7 +1,7 @@
 """Find the translations of a network with a known group, and the rank-one maps of its layer norms."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.labels import Labels
+from lightning_sym.symmetry.tracing.merging import merged
 from lightning_sym.symmetry.tracing.structure import NO_HALF_TURNS, Structure
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tilt_search import find_leaning, find_tilts
@@ -39,7 +40,9 @@ class Added(NamedTuple):
     common_shift: Callable[[], int] | None
 
 
-def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool) -> Added:
+def find_shifts(
+    captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool, merges: bool = True
+) -> Added:
     """Find the translations of the weights and the rank-one maps of layer norms.
 
     Args:
@@ -48,25 +51,22 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         labels: The constraints of its operations.
         group: Its group without translations.
         wanted: Whether to search for translations.
+        merges: Whether to merge layers for this.
     """
     structure, values, *_ = group
     # A bias that absorbs the constant of a flipped unit cannot also absorb a change of the mean.
     flipped = [weight for _, weight, _, _ in structure.absorbed]
     states, kept = tensors.states, labels.kept
     found, shapes = Translations(), {name: _without_values(tensor) for name, tensor in states.items()}
-    find = functools.partial(
+    find: Callable[..., Translations] = functools.partial(
         find_translations,
-        captures,
         constants=kept,
         members=labels.stacked,
         keep=flipped,
         scaled=structure.scales_differ,
     )
     if wanted:
-        found = find(states)
-        if not found.adds_up:
-            find = functools.partial(find, exclusive=True)
-            found = find(states)
+        found, find = _largest([captures, merged(captures) if merges else None], find, states)
     else:
         structure, values = (replace(each, half_turns=NO_HALF_TURNS) for each in (structure, values))
     structure = replace(structure, shifts=found)
@@ -81,6 +81,31 @@ def find_shifts(captures: Sequence[Capture], tensors: Tensors, labels: Labels, g
         return find(shapes, outputs=True).dimension - found.dimension
 
     return Added(structure, values, found.shown, [*notes, *held, *found.notes], common_shift if wanted else None)
+
+
+def _largest(
+    ways: Sequence[Sequence[Capture] | None], find: Callable[..., Translations], states: Mapping[str, Tensor]
+) -> tuple[Translations, Callable[..., Translations]]:
+    """Return the translations that are found, and the function that finds them.
+
+    Merged layers have more, unless a norm or an absent bias allows more of separate ones.
+    """
+    best: tuple[Translations, Callable[..., Translations]] | None = None
+    for own in ways:
+        if own is None:
+            continue
+        way = functools.partial(find, own)
+        found = way(states)
+        if not found.adds_up:
+            way = functools.partial(way, exclusive=True)
+            found = way(states)
+        if best is None:
+            best = found, way
+        elif found.dimension > best[0].dimension:
+            found.normed, found.leaning = best[0].normed, best[0].leaning
+            best = found, way
+    assert best is not None
+    return best
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import Charts, charted
+from lightning_sym.symmetry.group.statistics import counted_twice
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
 # Directions this close to a combination of others, relative to their length, count as dependent.
@@ -112,8 +113,10 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         ones = (np.ones(part.size) for part in parameters.values())
         each = (one if slope is None else 1 / slope.numpy().ravel() for one, slope in zip(ones, slopes, strict=True))
         vectors = (sparse.diags(np.concatenate([*each])) @ vectors).tocsc()
-    twice = symmetry._counted_twice + sum(factor.redundant for factor in symmetry.factors)
-    statistics = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
+    statistics = structure.idle - symmetry.parameter_names
+    twice = counted_twice(structure, symmetry.shapes, statistics) if statistics else symmetry._counted_twice
+    twice += sum(factor.redundant for factor in symmetry.factors)
+    count = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)
     names, places = _places_in(network, structure.charts)
@@ -126,7 +129,7 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         vectors=vectors,
         rank=int(used.sum()),
         generators=symmetry.dimension + symmetry.buffer_dimension,
-        statistics=statistics,
+        statistics=count,
         _inverse=inverse,
     )
 

@@ -28,6 +28,7 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.elementwise_rules import FACTORS
 from lightning_sym.symmetry.tracing.labels import find_labels
+from lightning_sym.symmetry.tracing.merging import sums_of_layers
 from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
 from lightning_sym.symmetry.tracing.rules import namesakes
 from lightning_sym.symmetry.tracing.tensors import Tensors
@@ -132,10 +133,14 @@ def trace_symmetry(
         derive = functools.partial(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
-        captures, known = _exchanging(trace, captures, derive) if exchange else (captures, None)
+        sums = sums_of_layers(captures)
+        plain = functools.partial(derive, merges=False)
+        captures, known = _exchanging(trace, captures, plain) if exchange else (captures, None)
         if check and trace.stacked and not tensors.weightless and not _compose(known, network):
             trace.stacked = ()
             captures, known = [trace(captured.call) for captured in captures], None
+        if known is not None and sums:
+            known = _with_merged(known, derive(captures), [own for own in sums if own not in sums_of_layers(captures)])
         captures, known = _splitting(trace, captures, known or derive(captures), derive)
 
         def begin(found: Sequence[Capture]) -> Symmetry:
@@ -188,6 +193,21 @@ def _exchanging(
     for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
         captures = attempt([one]) or captures
     return captures, best
+
+
+def _with_merged(plain: Symmetry, symmetry: Symmetry, lost: Sequence[str]) -> Symmetry:
+    """Return a symmetry for which layers were merged, with a note on those that are exchanged instead.
+
+    Args:
+        plain: The symmetry without merging.
+        symmetry: The one with it.
+        lost: The modules where exchanged layers are added.
+    """
+    symmetry.exchanged_norms = plain.exchanged_norms
+    for module in lost[:1]:
+        text = "layers that read one value are exchanged; exchange=False finds more of their translations"
+        symmetry.notes += (f"add in {module}: {text}",)
+    return symmetry
 
 
 def _compose(symmetry: Symmetry | None, network: nn.Module) -> bool:
@@ -254,6 +274,7 @@ def _derived(
     shifts: bool,
     check: bool,
     output: str | int | None,
+    merges: bool = True,
 ) -> Symmetry:
     """Derive the symmetry of a network from its operations; see :func:`trace_symmetry`.
 
@@ -266,6 +287,7 @@ def _derived(
         shifts: See there.
         check: See there.
         output: See there.
+        merges: Whether to merge layers in the search for translations.
     """
     captures = trace.agreeing(captures)
     tensors, network = tensors.cut(captures), trace.network
@@ -275,7 +297,7 @@ def _derived(
     group = find_group(labels, Known(parameters, absorbed))
     told = sorted(set().union(*(captured.told for captured in captures)))
     group = group._replace(structure=replace(group.structure, told=tuple(told)))
-    added = find_shifts(captures, tensors, labels, group, wanted=shifts)
+    added = find_shifts(captures, tensors, labels, group, wanted=shifts, merges=merges)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.states.items()}
     free = free_positions(added.structure, shapes, group.unread.values())
     unread = [note for note, positions in group.unread.items() if not free[positions].all()]
@@ -296,7 +318,7 @@ def _derived(
         constants=tensors.constants(captures),
         examples=examples,
         shown=added.shown,
-        absorbed=absorbed,
+        absorbed=absorbed | added.structure.idle,
         norms=find_norms(captures, parameters),
         common_shift=added.common_shift,
     )

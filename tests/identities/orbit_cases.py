@@ -61,6 +61,29 @@ def inverted_residuals() -> nn.Module:
     return Program(function, {"stem": stem, "one": block, "two": block, "head": of(nn.Linear, 6, 4)})
 
 
+def added_convolutions() -> nn.Module:
+    """As in RepVGG: two convolutions and the identity, each with a batch norm, are added."""
+
+    def function(s: Any, x: Tensor) -> Tensor:
+        x = F.relu(s.stem(x))
+        return s.head(F.relu(s.three(x) + s.one(x) + s.same(x)).mean((2, 3)))
+
+    def convolution(size: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(4, 4, size, padding=size // 2, bias=False), nn.BatchNorm2d(4))
+
+    parts = {"stem": of(nn.Conv2d, 3, 4, 1), "three": lambda: convolution(3), "one": lambda: convolution(1)}
+    return Program(function, {**parts, "same": of(nn.BatchNorm2d, 4), "head": of(nn.Linear, 4, 5)})
+
+
+def added_low_rank() -> nn.Module:
+    """A layer and two smaller ones in a row, as for low-rank adapters."""
+    return Program(
+        lambda s, x: s.out(torch.tanh(s.whole(x) + s.back(s.into(x)))),
+        {"whole": of(nn.Linear, 6, 5), "into": of(nn.Linear, 6, 2, False), "back": of(nn.Linear, 2, 5, False)}
+        | {"out": of(nn.Linear, 5, 4)},
+    )
+
+
 def mlp(*activations: nn.Module) -> nn.Sequential:
     layers: list[nn.Module] = []
     widths = [5, 8, 7, 6][: len(activations) + 1]
@@ -105,6 +128,8 @@ NETWORKS = {
         nn.Linear(512, 5), nn.ReLU()), nn.Linear(5, 4)), (3, 8, 8)),
     LARGE: (lambda: resnet18(num_classes=4), (3, 32, 32)),
     "inverted_residuals": (inverted_residuals, (3, 8, 8)),
+    "added_convolutions": (added_convolutions, (3, 6, 6)),
+    "added_low_rank": (added_low_rank, (6,)),
 }  # fmt: skip
 
 

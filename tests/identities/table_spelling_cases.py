@@ -232,6 +232,27 @@ def vectors_and_rows(samples: int) -> tuple[Tensor, ...]:
     return torch.randn(samples, 4, dtype=torch.float64), torch.arange(samples) % 5
 
 
+# A layer plus a product of two smaller ones, all trained, and the same with rows of length m: the small ones are free.
+LOW_RANK: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "weights": lambda s, x: F.linear(x, s.w + s.b @ s.a),
+    "twice a half subtracted": lambda s, x: F.linear(x, s.w - 2 * torch.einsum("or,ri->oi", -s.b, s.a / 2)),
+    "turned": lambda s, x: x @ (s.w.T + s.a.T @ s.b.T),
+    "layers": lambda s, x: F.linear(x, s.w) + 2 * (F.linear(F.linear(x, s.a), s.b) / 2),
+    "products": lambda s, x: x @ s.w.T - (x @ s.a.T) @ -s.b.T,
+    "convolutions": lambda s, x: (F.conv1d(t := x.mT, s.w[..., None]) + F.conv1d(
+        F.conv1d(t, s.a[..., None]), s.b[..., None])).mT,
+}  # fmt: skip
+DIRECTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "norm": lambda s, x: F.linear(x, s.m[:, None] * (v := s.w + s.b @ s.a) / v.norm(dim=1, keepdim=True)),
+    "normalize": lambda s, x: s.m * F.linear(x, F.normalize(s.w + s.b @ s.a)),
+}
+# Layers that read the same values, with a batch norm each: one of them takes off all changes of the others.
+ADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sums": lambda s, x: s.n(s.c(x)) + s.p(s.d(x)) + s.q(x),
+    "a list": lambda s, x: sum((s.q(x), s.p(s.d(x)), s.n(s.c(x)))),  # type: ignore[arg-type]
+    "padded": lambda s, x: s.n(s.c(x)) + s.p(F.conv1d(x, F.pad(s.d.weight, (1, 1)), padding=1)) + s.q(x),
+    "stack": lambda s, x: torch.stack([s.n(s.c(x)), s.p(s.d(x)), s.q(x)]).sum(0),
+}
 TABLES: dict[str, Function] = {
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
         three_inputs, 6, each(PRODUCTS, lambda own: lambda s, *x: s.o(own(s.a(x[0]), s.b(x[1]), s.c(x[2])))),
@@ -289,6 +310,16 @@ TABLES: dict[str, Function] = {
     "gains and biases of classes": Function({"f": of(L, 4, 4), "t": of(nn.Embedding, 5, 8), "o": of(L, 4, 3)},
         vectors_and_rows, 8, each(CLASSES, lambda own: lambda s, x, j: s.o(torch.tanh(own(s.f(x), s.t, j)))),
         samples=80),
+    "layer of low rank added": Function({"w": parameter(4, 6), "a": parameter(2, 6), "b": parameter(4, 2),
+        "o": of(L, 4, 5)}, steps(6), 20,
+        each(LOW_RANK, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
+    "lengths of rows of low rank": Function({"w": parameter(4, 6), "a": parameter(2, 6), "b": parameter(4, 2),
+        "m": parameter(4), "o": of(L, 4, 5)}, steps(6), 24,
+        each(DIRECTED, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
+    "kernels and batch norms added": Function({"i": of(nn.Conv1d, 4, 3, 1), "c": of(nn.Conv1d, 3, 3, 3, padding=1,
+        bias=False), "d": of(nn.Conv1d, 3, 3, 1, bias=False), "o": of(nn.Conv1d, 3, 5, 1)} | {
+        name: of(nn.BatchNorm1d, 3) for name in "npq"}, steps(6, 4), 30,
+        each(ADDED, lambda own: lambda s, x: s.o(torch.relu(own(s, torch.relu(s.i(x)))))), samples=60),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

@@ -125,6 +125,11 @@ def gained_heads(s, x):
     return s.head(s.gain * mixed.transpose(1, 2).flatten(2))
 
 
+def added_kernels(s, x):
+    x = torch.relu(s.stem(x))
+    return s.head(torch.relu(s.a(s.three(x)) + s.b(s.one(x)) + s.c(x)))
+
+
 L, C = nn.Linear, nn.Conv2d
 RECURRENT = program(recurrent, inner=of(L, 5, 6), again=of(L, 6, 6), head=of(L, 6, 2))
 NETWORKS = {
@@ -170,6 +175,11 @@ NETWORKS = {
         head=of(L, 5, 3)), (2, 4, 5)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.RMSNorm(4), nn.Linear(4, 6), nn.PReLU(),
         nn.Linear(6, 2)), None),
+    "added kernels": (program(added_kernels, stem=of(C, 3, 4, 1), three=of(C, 4, 4, 3, padding=1, bias=False),
+        one=of(C, 4, 4, 1, bias=False), a=of(nn.BatchNorm2d, 4), b=of(nn.BatchNorm2d, 4), c=of(nn.BatchNorm2d, 4),
+        head=of(C, 4, 2, 1)), (2, 3, 5, 5)),
+    "low rank": (program(lambda s, x: s.o(torch.tanh(s.w(x) + s.b(s.a(x)))), w=of(L, 6, 5), a=of(L, 6, 2, bias=False),
+        b=of(L, 2, 5, bias=False), o=of(L, 5, 4)), (2, 6)),
 }  # fmt: skip
 each = pytest.mark.parametrize("name", sorted(NETWORKS))
 seeds = st.integers(0, 2**40)

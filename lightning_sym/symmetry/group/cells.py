@@ -259,9 +259,9 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     if partly and singular and moved > _SETTLED:  # cells that read one another have no balance of this kind either
         return balanced_cells(factors, state, partly=False)
     notes = [f"cells and scales were balanced to {moved:.1e} only"] if moved > _SETTLED else []
-    if singular:
+    if held_back := singular - structure.idle_cells:
         notes.append(
-            f"{len(singular)} cells under invertible matrices stay unchanged: the weights that write or read "
+            f"{len(held_back)} cells under invertible matrices stay unchanged: the weights that write or read "
             "their units are linearly dependent"
         )
     regular = [cell for cell in between if first + cell not in singular]

@@ -21,7 +21,7 @@ from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.group.order import find_signs
 from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proportion
 from lightning_sym.symmetry.group.search import Search
-from lightning_sym.symmetry.group.statistics import kernel, tangent_rows
+from lightning_sym.symmetry.group.statistics import idle_generators, idle_signs, kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import gain_signs
 from lightning_sym.symmetry.tracing.structure import Slot
 
@@ -233,6 +233,7 @@ class Sign(Diagonal):
     def canonical(self, state: Gathered) -> Canonical:
         """Return the signs determined by the largest entries; inside GL(d) blocks, as diagonal matrices."""
         known = gain_signs(self.structure, state.tensors)
+        known = np.where(idle_generators(self.structure, self.forms), idle_signs(self.structure, state.tensors), known)
         sign = torch.from_numpy(find_signs(state.plan, state.gauged, state.reflected, known))
         inside, others = list(self.structure.same), sign.clone()
         for cell, generators in self.in_cells.items():

@@ -9,6 +9,8 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Floats, together
 from lightning_sym.symmetry.group.factor import passes
 from lightning_sym.symmetry.group.gathered import Wanted
+from lightning_sym.symmetry.group.gauge import variance_scales
+from lightning_sym.symmetry.group.statistics import idle_generators
 from lightning_sym.symmetry.group.streams import folding
 from lightning_sym.symmetry.tracing.gained import Gain, GainedCell, GainedPlace
 from lightning_sym.symmetry.tracing.structure import Structure
@@ -32,7 +34,8 @@ def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wan
     """Return the logarithms of scales that are known before others: those that bring gains to 1 or -1.
 
     These are the gains around rotated streams, and those around matrices. Where the latter are made of a batch
-    norm's gain and variance, the gains of the batch norms get the mean square 1.
+    norm's gain and variance, the gains of the batch norms get the mean square 1. Of weights that translations take off,
+    the scales bring running variances to 1.
 
     Args:
         structure: The group.
@@ -43,6 +46,9 @@ def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wan
         Shape (generators of scales,); nan for those that are not known.
     """
     found = folding(structure, tensors)
+    found = found if wanted.scales == "balanced" else np.full_like(found, np.nan)
+    if structure.idle:
+        found = np.where(idle_generators(structure, structure.magnitudes), variance_scales(structure, tensors), found)
     for index in usable(structure, tensors) if wants_matrices(wanted) else ():
         cell = structure.gained[index]
         table = structure.scale_table[cell.orbit][structure.place_in_orbit[cell.units]]

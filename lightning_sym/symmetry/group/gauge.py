@@ -29,7 +29,7 @@ class ScaleGauge:
         plan: The plan of the group.
         squares: Squared norms of the network.
         gauge: "balanced" or "unit"; None leaves all scales unchanged.
-        held: For "balanced": logarithms known beforehand, nan elsewhere. Shape (generators,).
+        held: Logarithms known beforehand, nan elsewhere. Shape (generators,).
         variances: For "balanced": logarithms that give the running variances they move, plus epsilon, the geometric
             mean 1; nan for scales that move none. Shape (generators,).
 
@@ -46,7 +46,7 @@ class ScaleGauge:
     def __init__(self, plan: Plan, squares: Squares, gauge: str | None, held: Floats, variances: Floats) -> None:
         self.plan, self.squares, count = plan, squares, len(plan.class_of)
         self.log_scale = np.zeros(count)
-        known = ~np.isnan(held) & (gauge == "balanced")
+        known = ~np.isnan(held)
         self.sought = (plan.class_of >= 0) & ~known
         self.dead, self.movable = np.zeros(count, bool), np.zeros(count, bool)
         self.notes: list[str] = []

@@ -136,7 +136,7 @@ class Plan:
         biases = structure.shifts.named(NORM)
         shifted = {
             name for name in biases if len(structure.slots_of.get(name, ())) == 1
-        }  # not weights: translations shift only a part of these
+        } | structure.idle  # not weights: translations shift a part of these, or take them off
         self.parameter = np.zeros(self.total, bool)
         by_name: dict[str, list[Slot]] = {}
         for slot in structure.slots:

@@ -54,7 +54,7 @@ class Shift(Additive):
     @property
     def gains(self) -> frozenset[str]:
         """The tensors with multiples among the additions."""
-        return frozenset(self.structure.shifts.factors)
+        return frozenset(self.structure.shifts.factors | self.structure.shifts.divisors)
 
     rung, bounded = Rung.IN_TURN, True
 

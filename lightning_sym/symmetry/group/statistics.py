@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy import sparse
+from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes
 from lightning_sym.symmetry.group.factor import Factors
@@ -86,7 +87,7 @@ def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]], wa
     """
     rows = structure.slots[-1].rows.stop if structure.slots else 0
     free, asked = np.zeros(rows, bool), np.zeros(rows, bool)
-    some = structure.shifts.may_move_one_by_one
+    some = structure.shifts.may_move_one_by_one - structure.idle
     may = np.zeros(rows, bool)
     for slot in structure.slots:
         may[slot.rows] = slot.tensor in some
@@ -95,6 +96,8 @@ def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]], wa
     asked[everywhere.row[vanishing(forms[~may].tocsr())[everywhere.col]]] = True
     for positions in wanted:
         asked[positions] = True
+    for slot in structure.slots:
+        free[slot.rows] = slot.tensor in structure.idle
     names = sorted({slot.tensor for slot in structure.slots if slot.tensor in some and asked[slot.rows].any()})
     if not names:
         return free
@@ -109,7 +112,32 @@ def free_positions(structure: Structure, shapes: Mapping[str, Sequence[int]], wa
     return free
 
 
-def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> int:
+def idle_generators(structure: Structure, forms: sparse.csr_matrix) -> Bools:
+    """Return a mask of the scales or signs that act only on tensors of functions that other weights absorb.
+
+    Translations take these parameters off, so that only running statistics tell such scales and signs.
+
+    Args:
+        structure: The group.
+        forms: Exponents. Shape (positions of all slots, generators).
+    """
+    others = [slot.rows for slot in structure.slots if slot.tensor not in structure.idle]
+    acting = [forms[rows].getnnz(0) for rows in others] if structure.idle else [np.ones(forms.shape[1])]
+    alone: Bools = np.sum(acting, axis=0) == 0
+    return alone
+
+
+def idle_signs(structure: Structure, tensors: Mapping[str, Tensor]) -> Floats:
+    """Return the signs that make running means positive; nan for signs that flip none. Shape (signs,)."""
+    total = np.zeros(structure.signs.shape[1])
+    for slot in structure.slots:
+        if slot.tensor in structure.idle - structure.shifts.names and slot.kind == "value":
+            values = tensors[slot.tensor].detach().double().cpu().numpy().ravel()
+            total += structure.signs[slot.rows].T @ values if len(values) == slot.size else 0.0
+    return np.where(total == 0, np.nan, np.sign(total))
+
+
+def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]], moving: Collection[str] = ()) -> int:
     """Return the number of dimensions that are counted twice, as scales along two axes of parameters coincide.
 
     Scales and matrices may be translations as well, on units that nothing reads.
@@ -117,11 +145,14 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]]) -> 
     Args:
         structure: The group.
         shapes: The shapes of all parameters and buffers, by name.
+        moving: Names of tensors that no translation moves, in comparisons with translations alone.
     """
     rows = structure.slots[-1].rows.stop if structure.slots else 0
     slots = [(slot.tensor, slot.axes, slot.shape, slot.rows.start) for slot in structure.slots]
     idle = len(idle_together(structure.magnitudes[:rows].tocsr(), slots)[1])
     free = free_positions(structure, shapes)
+    for slot in structure.slots:
+        free[slot.rows] &= slot.tensor not in moving
     if not free.any():
         return idle
     forms = structure.magnitudes[: len(free)]
@@ -152,9 +183,18 @@ def _alone(moving: sparse.csc_matrix) -> Bools:
 def rank_of(matrix: sparse.csr_matrix) -> int:
     """Return the rank of a matrix, the sum of the ranks of its blocks."""
     matrix.eliminate_zeros()
-    return sum(
+    columns = matrix.tocsc()
+    others = np.diff(matrix.indptr)[columns.indices] > 1  # in rows with further columns
+    alone = (np.diff(columns.indptr) > 0) & (np.bincount(_numbered(columns)[others], minlength=matrix.shape[1]) == 0)
+    matrix = columns[:, ~alone].tocsr()
+    return int(alone.sum()) + sum(
         int(np.linalg.matrix_rank(block, tol=_ROUNDING * float(np.abs(block).max()))) for _, block in _blocks(matrix)
     )
+
+
+def _numbered(matrix: sparse.csc_matrix) -> Ints:
+    """Return the column of each entry."""
+    return np.repeat(np.arange(matrix.shape[1]), np.diff(matrix.indptr))
 
 
 def _blocks(matrix: sparse.csr_matrix, most: float = math.inf) -> Iterator[tuple[Ints, Floats]]:

@@ -75,7 +75,8 @@ def carried(space: Translations, element: Tensor, action: Linear, back: Linear, 
     tensors: Mapping[str, Tensor] = _Moved(back, there.tensors, moving)
     action.learn_gains(tensors)
     plain = space.factors.isdisjoint(moving)
-    return _Carrier(space, there if plain else space.at(tensors), there, action).carried(element)
+    here = there if plain else space.at(tensors)
+    return _Carrier(space, here, there, action, space.idle.intersection(moving)).carried(element)
 
 
 class _Carrier:
@@ -86,11 +87,15 @@ class _Carrier:
         here: Their action at the first weights.
         there: Their action at the others.
         action: The map from the first weights to the others.
+        alone: Tensors of which each entry has its own addition.
     """
 
-    def __init__(self, space: Translations, here: Located, there: Located, action: Linear) -> None:
+    def __init__(
+        self, space: Translations, here: Located, there: Located, action: Linear, alone: Collection[str]
+    ) -> None:
         assert space.parts is not None
         self.space, self.parts, self.here, self.there, self.action = space, space.parts, here, there, action
+        self.alone = alone
 
     def carried(self, element: Tensor) -> Tensor:
         """Return the image of an element."""
@@ -111,6 +116,8 @@ class _Carrier:
             values = torch.from_numpy(own)
             if isinstance(part, Readers):
                 moved[part.at] = self._rows(part, values).numpy()
+            elif part.name in self.alone:
+                moved[part.at] = self.action.moved(values, part.name).numpy()
             else:
                 moved[part.at] = self.action.on_thin(part.name, values, range(own.ndim)).numpy()
         return torch.from_numpy(solve(moved))
@@ -260,7 +267,7 @@ def folded(structure: Structure) -> Translations:
         for (gain, power, epsilon), own in found.items()
     ]
     result = Translations(space.parts, folds)
-    result.normed = space.normed
+    result.normed, result.idle = space.normed, space.idle
     return result
 
 
@@ -354,7 +361,7 @@ def elements_alone(
     _, label = sparse.csgraph.connected_components((abs(forms[every]).T @ abs(forms[every])).tocsr(), False)
     found = {}
     for part in parts.free:
-        if part.name not in names or not forms[part.at.ravel()].nnz:
+        if part.name not in names or part.name in space.idle or not forms[part.at.ravel()].nnz:
             continue
         near = np.flatnonzero(np.isin(label, label[forms[part.at.ravel()].indices]))
         others = forms[np.setdiff1d(every, part.at.ravel())][:, near]

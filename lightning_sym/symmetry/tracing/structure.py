@@ -344,6 +344,18 @@ class Structure:
         return False
 
     @property
+    def idle(self) -> frozenset[str]:
+        """The tensors that only functions read that other weights absorb."""
+        return self.shifts.idle
+
+    @cached_property
+    def idle_cells(self) -> set[int]:
+        """The GL(d) blocks that act on such tensors only."""
+        names = {slot.offset: slot.tensor for slot in self.slots}
+        others = (own for offset, own in self.dense_places.items() if names[offset] not in self.idle)
+        return {*range(len(self.dense))}.difference(*(cells for own in others for cells, _, _ in own))
+
+    @property
     def translates(self) -> bool:
         """Whether translations or rank-one maps act anywhere."""
         return bool(self.shifts) or bool(self.tilts)

@@ -174,8 +174,8 @@ def test_tokens_that_the_example_lacks_raise_no_alarm() -> None:
 
 # What no rule finds: weights that are used in more than one way.
 MISSING: dict[str, tuple[int, int, str, Callable[..., Any], dict[str, Any]]] = {
-    "two weights read one value": (21, 21, "b.weight, c.weight", lambda s, x: s.b(torch.tanh(s.a(x)))
-        + nn.functional.linear(torch.tanh(s.a(x)), s.c.weight.sinh()),
+    "two weights read one value": (21, 21, "b.weight, c.weight", lambda s, x: nn.functional.linear(
+        torch.tanh(s.a(x)), s.b.weight.sinh(), s.b.bias) + nn.functional.linear(torch.tanh(s.a(x)), s.c.weight.sinh()),
         {"a": of(L, 6, 7), "b": of(L, 7, 3), "c": of(L, 7, 3, bias=False)}),
     "an orthogonal matrix of weights": (10, 10, "a.weight", lambda s, x: s.b(torch.tanh(
         x @ torch.linalg.qr(s.a.weight.T).Q)), {"a": of(L, 6, 4, bias=False), "b": of(L, 4, 3)}),
@@ -279,9 +279,10 @@ def test_clipped_units_of_small_networks_raise_no_alarm(activation: Callable[[],
 
 
 def test_what_a_clipped_network_lacks_has_a_note() -> None:
-    """As in `MISSING`: one value is read by two weights, of which one is a function of a parameter."""
+    """As in `MISSING`: one value is read by two weights, which are functions of parameters."""
     clip, linear = nn.functional.hardtanh, nn.functional.linear
-    own = network(lambda s, x: s.b(clip(s.a(x))) + linear(clip(s.a(x)), s.c.weight.sinh()),
+    own = network(lambda s, x: linear(clip(s.a(x)), s.b.weight.sinh(), s.b.bias)
+        + linear(clip(s.a(x)), s.c.weight.sinh()),
         a=of(L, 5, 4), b=of(L, 4, 3), c=of(L, 4, 3, bias=False))  # fmt: skip
     assert "12 of 12 dimensions" in left_out(trace_symmetry(own, vectors(2, 5)))
 
@@ -301,7 +302,8 @@ def test_dead_units_of_large_networks_raise_no_alarm(rectified: Callable[[Tensor
 def test_what_a_large_network_lacks_has_a_note() -> None:
     """As in `MISSING`, with more units."""
     own = network(
-        lambda s, x: s.b(torch.tanh(s.a(x))) + nn.functional.linear(torch.tanh(s.a(x)), s.c.weight.sinh()),
+        lambda s, x: nn.functional.linear(torch.tanh(s.a(x)), s.b.weight.sinh(), s.b.bias)
+        + nn.functional.linear(torch.tanh(s.a(x)), s.c.weight.sinh()),
         a=of(L, 20, 22), b=of(L, 22, 3), c=of(L, 22, 3, bias=False),
     )  # fmt: skip
     symmetry = trace_symmetry(own, vectors(2, 20))

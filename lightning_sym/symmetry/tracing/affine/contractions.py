@@ -384,7 +384,8 @@ class Contractions(Passing):
             self.system.note(f"{name} is summed over a part of an axis, so that nothing is added to it")
             return
         summed, _ = split
-        self.reading.append((name, summed, value))
+        if name not in self.system.takers:  # rank-one maps do not act on sums of weights
+            self.reading.append((name, summed, value))
         family = self.system.family(name, summed)
         rows = self._rows(value, weights, by, summed)
         self.system.read.add(name)

@@ -14,6 +14,7 @@ from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places
+from lightning_sym.symmetry.tracing.affine.weights import ByFunction
 from lightning_sym.symmetry.tracing.capture import OPAQUE
 from lightning_sym.symmetry.tracing.coordinates import thinned
 from lightning_sym.symmetry.tracing.nodes import written_by
@@ -35,6 +36,8 @@ class Interpreter(Layers):
         self.outputs = outputs
         self.values: dict[fx.Node, Any] = {}
         self.hot: dict[Any, Value] = {}
+        self.free = {name for names in system.absorbed.values() for name in names}
+        self.marked = {mark.node for mark in constants.capture.marks}
         self.readings: dict[fx.Node, list[tuple[str, frozenset[int], Value]]] = {}
 
     def run(self) -> None:
@@ -54,7 +57,10 @@ class Interpreter(Layers):
                         self.fix(value)
             elif node.op == "call_function":
                 self.reading = []
-                self.values[node] = self._operation(node)
+                if node in self.system.absorbed or node in self.system.inside:
+                    self.values[node] = self._function(node)
+                else:
+                    self.values[node] = self._total(node) if node in self.system.totals else self._operation(node)
                 self.readings[node] = self.reading
 
     def _placeholder(self, node: fx.Node) -> Value | None:
@@ -68,18 +74,43 @@ class Interpreter(Layers):
         value = Value(shape, False, node, learned=learned)
         if not learned:
             return value
-        coordinates = tuple(
-            torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
-            for axis, size in enumerate(shape)
-        )
-        value.origin = name, coordinates
-        if name in self.system.movable and name not in self.system.weights and node.users:
+        value.origin = name, _coordinates(shape)
+        free = name in self.system.movable and name not in self.system.weights | self.system.takers.keys()
+        if free and node.users:
             value.translation = self.system.free_numbers(name)
             if partial := self.system.partial.get(name):
                 family = self.system.family(name, partial)
                 function = places([size if axis in partial else 1 for axis, size in enumerate(shape)])
                 value.drifts[self.system.source()] = Drift(function, family.directions[None])
         return value
+
+    def _total(self, node: fx.Node) -> Value:
+        """Return a weight plus functions of weights, with the translations of the weight."""
+        shape = tuple(node.meta["val"].shape)
+        return Value(shape, False, node, origin=(self.system.totals[node], _coordinates(shape)), learned=True)
+
+    def _function(self, node: fx.Node) -> Value:
+        """Return a function of weights that another weight absorbs, or a value inside of it, which changes freely."""
+        system, shape = self.system, tuple(node.meta["val"].shape)
+        for given in node.all_input_nodes:
+            own, name = self.values.get(given), self.capture.states.get(given)
+            if isinstance(own, Value) and (name not in self.free if name else given not in system.inside):
+                self.fix(own)
+        value = Value(shape, False, node, learned=True)
+        if node not in system.absorbed:
+            if some := sorted(self.free & system.made(node).names()) if node in self.marked else []:
+                numbers = torch.cat([system.free_numbers(name).reshape(-1) for name in some])
+                drift = Drift(places([1] * len(shape)), numbers.reshape(-1, *[1] * len(shape)))
+                value.drifts[system.source()] = drift
+            return value
+        names, key = system.absorbed[node], system.signature(node)
+        if any(key in own for own in system.takers.values()):
+            return value
+        source = torch.cat([system.free_numbers(name).reshape(-1) for name in names])
+        evaluate = ByFunction(system.made(node), tuple((name, system.shape(name)) for name in names))
+        blocks = places(shape).reshape(1, -1), torch.arange(len(source)).reshape(1, -1)
+        made = system.derive(("function", key, ()), shape, source=source, evaluate=evaluate, blocks=blocks)
+        return value.with_(translation=made)
 
     # Operations.
 
@@ -287,6 +318,14 @@ class Interpreter(Layers):
             move = replace(move, grows=self.constants.grows(node.args[0], move.axis))
         results = self.move(first, move, node)
         return results if isinstance(node.meta["val"], (list, tuple)) else results[0]
+
+
+def _coordinates(shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return the place of each entry of a parameter along each of its axes; thin."""
+    return tuple(
+        torch.arange(size).reshape([-1 if at == axis else 1 for at in range(len(shape))])
+        for axis, size in enumerate(shape)
+    )
 
 
 _RULES: Mapping[str, Callable[..., Any]] = {

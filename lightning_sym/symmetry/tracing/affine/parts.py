@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Shape
-from lightning_sym.symmetry.tracing.affine.weights import Made
+from lightning_sym.symmetry.tracing.affine.weights import ByFunction, Made, Weights
 
 
 class Free(NamedTuple):
@@ -155,6 +156,26 @@ class Kind(NamedTuple):
     entries: Ints
 
 
+class Taker(NamedTuple):
+    """A weight that takes off the changes of a function of others, which is added to it.
+
+    Attributes:
+        name: The weight.
+        sign: The sign of its change.
+        source: Wanted unknowns that are added to the function's weights; flat.
+        evaluate: Computes the change of the function.
+    """
+
+    name: str
+    sign: float
+    source: Ints
+    evaluate: ByFunction
+
+    def added(self, known: Floats, weights: Weights) -> Tensor:
+        """Return its change, given all wanted unknowns."""
+        return self.sign * self.evaluate(torch.from_numpy(known[self.source])[None], weights)[0]
+
+
 class Folds(NamedTuple):
     """Entries of an element that are multiples of powers of a gain; with an epsilon, of the root of gain + epsilon."""
 
@@ -183,6 +204,7 @@ class Parts:
     common: int
     kinds: list[Kind]
     notes: list[str] = field(default_factory=list)
+    takers: list[Taker] = field(default_factory=list)
 
     @property
     def placed(self) -> list[Free | Readers]:

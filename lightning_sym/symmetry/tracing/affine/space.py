@@ -19,7 +19,7 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import FormsAt
 from lightning_sym.symmetry.tracing.affine.parts import Folds, Kind, Parts, Readers, Shown, Step, Writers
-from lightning_sym.symmetry.tracing.affine.weights import Generic, Made, Weights, names_of
+from lightning_sym.symmetry.tracing.affine.weights import ByFunction, Generic, Made, Weights, names_of
 from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 from lightning_sym.symmetry.views import FixedTensors
 
@@ -48,6 +48,7 @@ class Translations:
         notes: Limits of the space.
         normed: The layer norms that only linear layers read, by gain and bias.
         leaning: The streams that only layer norms and linear layers read.
+        idle: The tensors that only functions read that another weight absorbs.
     """
 
     def __init__(self, parts: Parts | None = None, folds: Sequence[Folds] = ()) -> None:
@@ -59,6 +60,7 @@ class Translations:
         self.notes: list[str] = [] if parts is None else parts.notes
         self.normed: dict[tuple[str | None, str], Normed] = {}
         self.leaning: list[Leaning] = []
+        self.idle: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
         return self.size > 0
@@ -85,6 +87,9 @@ class Translations:
             for own in self.parts.steps:
                 state.update(repr(sorted(own.names)).encode())
                 arrays += [own.source, own.columns]
+            for taker in self.parts.takers:
+                state.update(f"{taker.name} {taker.sign}".encode())
+                arrays.append(taker.source)
             for fold in self.folds:
                 state.update(f"{fold.gain} {fold.power}".encode())
                 arrays += [fold.entries, fold.places]
@@ -126,7 +131,7 @@ class Translations:
         for part in self.parts.everywhere:
             if moved[part.at].any():
                 found.add(part.name)
-        return found
+        return found | {part.name for part in self.parts.takers}
 
     def shows(self, element: Tensor, at: Ints) -> bool:
         """Return whether an element may add anything to wanted unknowns."""
@@ -166,6 +171,12 @@ class Translations:
             return set()
         found = set(self.parts.forms.names) | {fold.gain for fold in self.folds}
         return found.union(*(names_of(self, rows.coefficient) for rows in self.parts.readers))
+
+    @property
+    def divisors(self) -> set[str]:
+        """The tensors that stay in functions of weights which others absorb; such a function may divide by them."""
+        functions = [] if self.parts is None else [own.evaluate for own in self.parts.takers]
+        return set().union(*(own.node.names() - {name for name, _ in own.given} for own in functions))
 
     @property
     def shown(self) -> dict[str, Shown]:
@@ -301,6 +312,12 @@ class Located:
         Their additions need a limit as zeros are approached, the same for two kinds of tiny numbers.
         """
         found, entries = np.ones(self.space.size, bool), self.space.entries
+        made = [(step.evaluate, step.source) for step in self.parts.steps if isinstance(step.evaluate, ByFunction)]
+        made += [(taker.evaluate, taker.source) for taker in self.parts.takers]
+        for function, source in made:  # some divide by gains
+            there = function.node.names() <= self.tensors.keys()
+            if there and not bool(self.weights.node(function.node).isfinite().all()):
+                found[:entries] &= self.matrix[source, :entries].getnnz(0) == 0
         known = [own for own in self.parts.readers if names_of(self.space, own.coefficient) <= self.tensors.keys()]
         coefficients = [self.coefficient(rows).numpy() for rows in known]
         if not (bool(self.forms) and len(self._multiples) and self.weights.has_zeros):
@@ -486,6 +503,9 @@ class Located:
         for writers in self.parts.writers:
             if writers.name in names and bool(element[writers.places].any()):
                 found.setdefault(writers.name, []).append(self.of_one(writers, element))
+        for taker in self.parts.takers:
+            if taker.name in names and known[taker.source].any() and taker.evaluate.node.names() <= self.tensors.keys():
+                found.setdefault(taker.name, []).append(Summand(taker.added(known, self.weights)))
         return found
 
     def _of_rows(self, rows: Readers, known: Floats) -> Summand:
@@ -521,6 +541,8 @@ class Located:
         """
         parts, size = self.parts, self.space.size
         wanted = [part.at for part in parts.placed if part.name in names]
+        takers = [own for own in parts.takers if own.name in names]
+        wanted += [own.source for own in takers]
         total = self._total(rising(np.concatenate([np.zeros(0, np.int64), *(at.ravel() for at in wanted)])))
         found = {
             name: sparse.csr_matrix((math.prod(parts.shapes[name]), size)) for name in names if name in parts.shapes
@@ -535,6 +557,13 @@ class Located:
         for writers in parts.writers:
             if writers.name in found:
                 found[writers.name] = found[writers.name] + self._rates_of_writers(writers)
+        for own in takers:
+            source = total[own.source]
+            columns = np.flatnonzero(source.getnnz(0))
+            made = own.evaluate.rates(torch.from_numpy(source[:, columns].toarray().T.copy()), self.weights)
+            moved = sparse.coo_matrix(own.sign * made.reshape(len(columns), -1).numpy().T)
+            shape = found[own.name].shape
+            found[own.name] += sparse.csr_matrix((moved.data, (moved.row, columns[moved.col])), shape)
         return found
 
     def pulled_back(self, gradients: Mapping[str, Tensor]) -> Floats:
@@ -555,6 +584,10 @@ class Located:
         for rows in parts.readers:
             if rows.name in flat:
                 _add_at(total, rows.at, self._along_rows(rows, flat[rows.name]))
+        for taker in parts.takers:
+            if taker.name in flat:
+                given = taker.sign * flat[taker.name][None]
+                _add_at(total, taker.source, taker.evaluate.pulled_back(given, taker.source.shape, self.weights)[0])
         for step in reversed(self._steps):
             used, at, _, transposed = self._forms_of(step)
             if not len(used) or not (slopes := transposed @ total[at]).any():
@@ -639,7 +672,9 @@ class Located:
             if not len(columns) or not step.names <= self.tensors.keys():
                 continue
             given = torch.from_numpy(source[:, columns].toarray().T.reshape(-1, *step.source.shape).copy())
-            made = self._made(step, given, self.weights).reshape(len(columns), -1).numpy()
+            rates = getattr(step.evaluate, "rates", None)  # of those that are not linear
+            made = self._made(step, given, self.weights) if rates is None else rates(given, self.weights)
+            made = made.reshape(len(columns), -1).numpy()
             used = np.flatnonzero(step.columns >= 0)
             own = sparse.csc_matrix(made[:, used].T)
             moved = (forms[:, step.columns[used]] @ own).tocoo()

@@ -111,6 +111,11 @@ class System:
         self.derived: list[Derived] = []
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
         self.exclusions: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; the first vanish if the others do not
+        self.absorbed: dict[fx.Node, tuple[str, ...]] = {}  # functions of weights, with those that may change freely
+        self.takers: dict[str, dict[str, tuple[Any, float]]] = {}  # weights that take off all changes of functions
+        self.totals: dict[fx.Node, str] = {}  # sums with such functions that layers read, and their weights
+        self.inside: set[fx.Node] = set()  # operations that only these functions read
+        self.idle: set[str] = set()  # tensors that only these functions read
         self.lengths: set[int] = set()  # of the inputs of the current capture
         self.walk = 0  # index of their choice of length
         self.counted = False  # whether anything was multiplied by a length
@@ -191,6 +196,8 @@ class System:
         new = System(self.tensors, self.movable, self.constants)
         new.names, new.partial, new.weights, new.members = self.names, self.partial, self.weights, self.members
         new.exclusive, new.common = self.exclusive, self.common
+        new.absorbed, new.takers, new.inside, new.idle = self.absorbed, self.takers, self.inside, self.idle
+        new.totals = self.totals
         for name, families in self.families.items():
             for axes, family in families.items():
                 own = new.family(name, axes)
@@ -244,7 +251,7 @@ class System:
 
     def atom(self, value: Value) -> tuple[Atom, Tensor]:
         """Return the atom of a value that depends only on weights, and the index in the atom for each entry; thin."""
-        if value.origin is not None:
+        if value.origin is not None and value.origin[0] not in self.takers:
             name, coordinates = value.origin
             strides = torch.empty(self.shape(name), device="meta").stride()
             at: Tensor = sum(

@@ -14,11 +14,12 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.tracing.affine.absorbing import absorb_ahead
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
 from lightning_sym.symmetry.tracing.affine.leaning import leaning_of
 from lightning_sym.symmetry.tracing.affine.normed import normed_of
-from lightning_sym.symmetry.tracing.affine.parts import Free, Kind, Parts, Readers, Shown, Step, Writers
+from lightning_sym.symmetry.tracing.affine.parts import Free, Kind, Parts, Readers, Shown, Step, Taker, Writers
 from lightning_sym.symmetry.tracing.affine.reading import Constants, read_ahead
 from lightning_sym.symmetry.tracing.affine.solution import Solution
 from lightning_sym.symmetry.tracing.affine.space import Translations
@@ -32,6 +33,7 @@ from lightning_sym.symmetry.tracing.numbering import sum_by
 NORM = "biases that batch norms absorb"
 LINEAR = "biases that linear layers absorb"
 UNSEEN = "biases that nothing sees"
+TAKEN = "functions of weights that other weights take off"
 OPPOSED = "coupled translations"
 WRITERS = "means that norms subtract"
 READERS = "rows that read a layer norm"
@@ -86,6 +88,7 @@ def _found(
     values = Weights(system, tensors)
     read = [Constants(system, capture, values) for capture in captures]
     read_ahead(system, read, scaled)
+    absorb_ahead(system, read)
     while True:
         marked: dict[str, Value | None] = {}
         interpreters = []
@@ -107,6 +110,7 @@ def _found(
         raise RuntimeError("too many rows of a weight have to be told apart")
     found = compiler.translations()
     found.normed, found.leaning = normed_of(interpreters), leaning_of(interpreters)
+    found.idle = frozenset(system.idle)
     found.notes.extend(system.blind)
     return found
 
@@ -197,6 +201,11 @@ class _Compiler:
                 writers.append(Writers(name, tuple(sorted(axes)), at, columns, begin, shape, whole))
             begin += len(columns) * writers[-1].size
         steps = [self._step(own) for own in self._together()]
+        takers = [
+            Taker(name, sign, self._at(torch.cat([system.free[own].reshape(-1) for own, _ in by.given])), by)
+            for name, functions in system.takers.items()
+            for by, sign in functions.values()
+        ]
         constants = {
             name: system.tensors[name]
             for name in system.tensors
@@ -219,6 +228,7 @@ class _Compiler:
             begin,
             sum(itertools.starmap(self._in_common, self._pairs())),
             [],
+            takers=takers,
         )
         parts.kinds = [*self._kinds(parts), *self._kinds_of_changes(parts)]
         return Translations(parts)
@@ -344,6 +354,8 @@ class _Compiler:
         """Name the kind of entries that are added at equal places, at most ``most`` times to each tensor."""
         if any(own.coefficient.items or own.segments.any() for own in rows if not own.constants):
             return READERS
+        if not self.system.idle.isdisjoint(free):
+            return TAKEN
         free = [*(own.name for own in rows), *free]  # of a table that is translated equally in all rows
         learned = [isinstance(self.system.tensors[name], torch.nn.Parameter) for name in free]
         if not all(learned):

@@ -424,3 +424,54 @@ class ByTotal(NamedTuple):
     def names(self, program: Program) -> set[str]:
         """Return the names of the tensors that are needed."""
         return names_of_total(program, self.total)
+
+
+class ByFunction(NamedTuple):
+    """The change of a function of weights, where some of these change.
+
+    Attributes:
+        node: The function.
+        given: The names and shapes of the weights that change.
+    """
+
+    node: Made
+    given: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def _moved(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return the function after additions to its weights, side by side in `values`."""
+        parts = torch.split(values, [math.prod(shape) for _, shape in self.given])
+        moved = {name: weights.tensor(name) + own.reshape(shape)
+                 for (name, shape), own in zip(self.given, parts, strict=True)}  # fmt: skip
+        rest = {name: weights.tensor(name) for name in self.node.names() - moved.keys()}
+        made: Tensor = _Moved(weights.program, {**rest, **moved}).node(self.node)
+        return made
+
+    def __call__(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return derived unknowns."""
+        before = weights.node(self.node)
+        return torch.stack([self._moved(own, weights) - before for own in values])
+
+    def rates(self, values: Tensor, weights: Weights) -> Tensor:
+        """Return the derivative of derived unknowns along values."""
+        zero, made = torch.zeros(values.shape[1], dtype=torch.float64), []
+        for own in values:
+            made.append(torch.func.jvp(lambda t: self._moved(t, weights), (zero,), (own,))[1])
+        return torch.stack(made)
+
+    def pulled_back(self, slopes: Tensor, shape: Sequence[int], weights: Weights) -> Tensor:
+        """Return the derivative by values of a shape, given that by the derived unknowns."""
+        zero = torch.zeros(tuple(shape), dtype=torch.float64)
+        back = torch.func.vjp(lambda t: self._moved(t, weights), zero)[1]
+        return torch.stack([back(own)[0] for own in slopes])
+
+    def names(self, program: Program) -> set[str]:
+        """Return the names of the tensors that are needed."""
+        return self.node.names()
+
+
+class _Moved(Weights):
+    """Weights of which some carry derivatives."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a parameter or buffer."""
+        return self.tensors[name]
