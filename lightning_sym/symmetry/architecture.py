@@ -467,7 +467,7 @@ def digest(*parts: Any) -> str:
             add([part.shape, part.indptr.astype(np.int64), part.indices.astype(np.int64), part.data])
         elif isinstance(part, np.ndarray):
             state.update(repr(part.shape).encode())
-            state.update(np.ascontiguousarray(part))
+            state.update(np.ascontiguousarray(part).data)
         elif isinstance(part, (list, tuple)):
             state.update(b"(")
             for item in part:

@@ -610,3 +610,30 @@ def test_elements_compose_where_branches_are_added() -> None:
     symmetry = trace_symmetry(network, x)
     assert symmetry.dimension == symmetry.nullity == 45
     assert_a_group_acts(symmetry, network, 1e-12, x)
+
+
+def test_translations_are_left_out_where_they_do_not_compose() -> None:
+    """Hyper-connections: matrices mix streams, and biases behind a weight per stream do not follow."""
+
+    class Connected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(7, 4), nn.Linear(4, 5)
+            self.up, self.down = (nn.ModuleList(nn.Linear(*size) for _ in range(2)) for size in ((4, 3), (3, 4)))
+            shapes = {"mix": (2, 2), "into": (2,), "out": (2,)}
+            for name, shape in shapes.items():
+                self.register_module(name, nn.ParameterList(torch.randn(shape) for _ in range(2)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.stack([self.first(x)] * 2, -2)
+            for mix, into, out, up, down in zip(self.mix, self.into, self.out, self.up, self.down, strict=True):
+                y = down(torch.tanh(up((into[:, None] * h).sum(-2))))
+                h = mix @ h + out[:, None] * y[..., None, :]
+            return self.last(h.sum(-2))
+
+    torch.manual_seed(0)
+    network, x = Connected().double(), torch.randn(30, 7, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    assert symmetry.notes[-1] == "translations are left out: the product of two elements with them is no element"
+    assert symmetry.shifts == 0 and 0 < symmetry.dimension < symmetry.nullity
+    assert_a_group_acts(symmetry, network, 1e-12, x)

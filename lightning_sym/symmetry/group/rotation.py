@@ -182,16 +182,16 @@ class Rotations(BetweenGains):
         """Return the singular values of tensors on a stream, and sizes of fixed means; see :class:`Factor`."""
         found = {}
         for slot in self.structure.slots:
-            places = self.structure.rotated_places.get(slot.offset, ()) if slot.tensor in tensors else ()
-            rows = together(tensors[slot.tensor], slot.axes).reshape(slot.size, -1).clone() if places else None
-            means = []
+            places = self.structure.rotated_places.get(slot.offset)
+            if places is None or slot.tensor not in tensors:
+                continue
+            rows, means = together(tensors[slot.tensor], slot.axes).reshape(slot.size, -1).clone(), list[Tensor]()
             for index, at, _ in places:
                 if self.structure.rotations[index].fixes_ones:  # the stream's sign may flip means alone
                     mean = rows[at].mean(0)
                     means.append(torch.linalg.vector_norm(mean) * math.sqrt(len(at)))
                     rows[at] -= mean
-            if places:
-                found[slot.tensor] = [torch.linalg.svdvals(rows), *means]
+            found[slot.tensor] = [torch.linalg.svdvals(rows), *means]
         return found
 
     rung, keeps_norms = Rung.LAST, True
