@@ -86,10 +86,10 @@ def trace_symmetry(
         check: Whether to run the self-test (recommended). It applies two random elements to float64 copies of the
             network, through a round trip of the state dict: one copy with weights near its own, one with random
             weights. A large network gets the second only, unless a wrong group may contain that element by chance, as
-            with few signs. Inputs are samples of every example, and noise around them. It also compares products of
-            elements with elements one after the other; if these differ, translations are left out, with a note. A
-            network without weights cannot be tested; a note reports this. Without the self-test, networks given to the symmetry later are not run
-            either (:meth:`Symmetry.require`).
+            with few signs. Inputs are samples of every example, and noise around them. Products of elements are also
+            compared with elements one after the other; if these differ, translations are left out, with a note. A
+            network without weights cannot be tested; a note reports this. Without the self-test, networks given to the
+            symmetry later are not run either (:meth:`Symmetry.require`).
         nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
             with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
             that the group misses (docs/theory/tracing.md, 8.5).

@@ -21,8 +21,18 @@ from lightning_sym.symmetry import Symmetry, canonicalize, orbit_distance, trace
 LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
 QUICK = {
     "torch": set(TORCH),
-    "transformers": {"gpt2", "llama-grouped", "mixtral", "falcon-alibi", "bert-mask", "t5", "mamba", "clip-text"},
-    "timm": {"vit, norms of queries and keys", "vit, LayerScale", "swin", "convnextv2", "sequencer"},
+    "transformers": {
+        "gpt2",
+        "llama-grouped",
+        "mixtral",
+        "falcon-alibi",
+        "bert-mask",
+        "t5",
+        "mamba",
+        "clip-text",
+        "gpt_neo",
+    },
+    "timm": {"vit, norms of queries and keys", "vit, LayerScale", "swin", "convnextv2", "sequencer", "beit"},
 }
 CASES = [
     pytest.param(library, name, marks=() if name in QUICK[library] else pytest.mark.slow, id=f"{library}-{name}")
