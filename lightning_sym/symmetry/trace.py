@@ -41,6 +41,7 @@ _LARGE = 2 * 10**6  # parameters, above which one pair is compared
 _SMALL = 10**5  # entries of a tensor that is compared in a large network
 _SAME = 1e-7  # relative and absolute difference of weights that count as equal
 
+_EXCHANGED = "add in {}: layers that read one value are exchanged; exchange=False finds more of their translations"
 _NOT_CLOSED = "translations are left out: the product of two elements with them is no element"
 
 
@@ -138,14 +139,20 @@ def trace_symmetry(
         derive = functools.partial(
             _derived, trace, tensors, examples, affine=affine, shifts=shifts, check=check, output=output
         )
-        sums = sums_of_layers(captures)
+        apart, sums = captures, sums_of_layers(captures)
         plain = functools.partial(derive, merges=False)
         captures, known = _exchanging(trace, captures, plain) if exchange else (captures, None)
         if check and trace.stacked and not tensors.weightless and not _compose(known, network):
             trace.stacked = ()
             captures, known = [trace(captured.call) for captured in captures], None
         if known is not None and sums:
-            known = _with_merged(known, derive(captures), [own for own in sums if own not in sums_of_layers(captures)])
+            exchanged, known = known.exchanged_norms, derive(captures)
+            known.exchanged_norms = exchanged
+            lost = [own for own in sums if own not in sums_of_layers(captures)]
+            stacked, trace.stacked = trace.stacked, ()
+            if lost and derive(apart).dimension > known.dimension:
+                known.notes += (_EXCHANGED.format(lost[0]),)
+            trace.stacked = stacked
         captures, known = _splitting(trace, captures, known or derive(captures), derive)
 
         def begin(found: Sequence[Capture]) -> Symmetry:
@@ -202,21 +209,6 @@ def _exchanging(
     for one in sets[:_MOST_SETS] if len(sets) > 1 else ():
         captures = attempt([one]) or captures
     return captures, best
-
-
-def _with_merged(plain: Symmetry, symmetry: Symmetry, lost: Sequence[str]) -> Symmetry:
-    """Return a symmetry for which layers were merged, with a note on those that are exchanged instead.
-
-    Args:
-        plain: The symmetry without merging.
-        symmetry: The one with it.
-        lost: The modules where exchanged layers are added.
-    """
-    symmetry.exchanged_norms = plain.exchanged_norms
-    for module in lost[:1]:
-        text = "layers that read one value are exchanged; exchange=False finds more of their translations"
-        symmetry.notes += (f"add in {module}: {text}",)
-    return symmetry
 
 
 def _compose(symmetry: Symmetry | None, network: nn.Module) -> bool:
