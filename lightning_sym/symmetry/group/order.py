@@ -14,6 +14,8 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Keys that differ by less, relative to the largest, are ties: rounding differs between points of an orbit.
 _TIE = 1e-9
+# Squared norms that are smaller, relative to the largest of a unit, are rounding.
+_ROUNDING = 1e-24
 
 
 class Gauged:
@@ -255,6 +257,15 @@ def _refine(rank: Ints, key: Floats, size: Floats | None = None) -> Ints:
     return result
 
 
+def _above_rounding(squares: Floats) -> Floats:
+    """Return squared norms with 0 in place of those that are rounding, as of biases that became 0.
+
+    Args:
+        squares: One row per unit. Shape (units, columns).
+    """
+    return np.where(squares > _ROUNDING * squares.sum(1).max(initial=0), squares, 0.0)
+
+
 def _colour(kind: int, number: Ints) -> Floats:
     """Return reproducible pseudo-random numbers in [0.5, 1.5) for pairs of integers."""
     raw = np.sin(number * 12.9898 + kind * 78.233 + 0.5) * 43758.5453
@@ -295,11 +306,13 @@ def find_order(
     ]
     joint = joint_sums(plan, slices)
     for index in sorted(mixed):  # sorts blocks only: the order of mixed units is determined already
-        for column in (slices[structure.columns[index]] * plan.parameter[structure.columns[index]]).T:
+        own = _above_rounding(slices[structure.columns[index]] * plan.parameter[structure.columns[index]])
+        # Copies of units may change places, and their columns with them.
+        for column in (*[own.sum(1)] * (structure.copies_of(index) is not None), *own.T):
             ranks[index] = _refine(ranks[index], column)
     for index in sortable:
         columns, first = structure.columns[index], plan.first[index]
-        own = slices[columns] * plan.parameter[columns]
+        own = _above_rounding(slices[columns] * plan.parameter[columns])
         others = own[:, ~first].sum(1) + joint[structure.orbits[index]]
         after = last.get(index, np.zeros(len(columns), bool))
         for key in (-after.astype(np.float64), own[:, first].sum(1), others):
