@@ -1,5 +1,6 @@
 """Base classes of reports at the end of a fit."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,7 +146,8 @@ class RunReport(AfterFit):
             ValueError: If processes of the run have other settings, or another report writes the same files.
         """
         super().setup(trainer, pl_module, stage)
-        others: list[Any] = [one for one in trainer.callbacks if type(one) is type(self) and one is not self]  # type: ignore[attr-defined]
+        alike: list[Any] = [one for one in trainer.callbacks if type(one) is type(self)]  # type: ignore[attr-defined]
+        others = [one for one in alike if one is not self] if any(one is self for one in alike) else []
         if self.active and any(other.dirpath == self.dirpath for other in others):
             name = type(self).__name__
             raise ValueError(f"There are two {name} with the same files; remove one, or give it a dirpath of its own.")
@@ -205,14 +207,15 @@ class RunReport(AfterFit):
         on_first_rank(trainer, publish)
 
     def _check_names(self, trainer: Trainer, results: RunResults) -> None:
-        """Raise if a table would replace that of another report."""
+        """Warn if a table will replace that of another report."""
         mine = {table.name for table in results.tables}
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(other, RunReport) and other is not self and other.results and other.path == self.path:
                 for name in mine & {table.name for table in other.results.tables}:
-                    raise ValueError(
-                        f"{type(self).__name__} would overwrite {name}.csv of {type(other).__name__} in {self.path}; "
-                        "rename its table, or give it a dirpath of its own."
+                    warnings.warn(
+                        f"{type(self).__name__} overwrites {name}.csv of {type(other).__name__} in {self.path}; rename "
+                        "its table, or give it a dirpath of its own.",
+                        stacklevel=2,
                     )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

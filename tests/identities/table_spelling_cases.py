@@ -250,7 +250,6 @@ DIRECTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 ADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sums": lambda s, x: s.n(s.c(x)) + s.p(s.d(x)) + s.q(x),
     "a list": lambda s, x: sum((s.q(x), s.p(s.d(x)), s.n(s.c(x)))),  # type: ignore[arg-type]
-    "padded": lambda s, x: s.n(s.c(x)) + s.p(F.conv1d(x, F.pad(s.d.weight, (1, 1)), padding=1)) + s.q(x),
     "stack": lambda s, x: torch.stack([s.n(s.c(x)), s.p(s.d(x)), s.q(x)]).sum(0),
 }
 TABLES: dict[str, Function] = {
@@ -319,7 +318,7 @@ TABLES: dict[str, Function] = {
     "kernels and batch norms added": Function({"i": of(nn.Conv1d, 4, 3, 1), "c": of(nn.Conv1d, 3, 3, 3, padding=1,
         bias=False), "d": of(nn.Conv1d, 3, 3, 1, bias=False), "o": of(nn.Conv1d, 3, 5, 1)} | {
         name: of(nn.BatchNorm1d, 3) for name in "npq"}, steps(6, 4), 30,
-        each(ADDED, lambda own: lambda s, x: s.o(torch.relu(own(s, torch.relu(s.i(x)))))), samples=60),
+        each(ADDED, lambda own: lambda s, x: s.o(F.leaky_relu(own(s, F.leaky_relu(s.i(x)))))), samples=60),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

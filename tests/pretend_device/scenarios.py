@@ -394,7 +394,10 @@ def zoo_of_snapshots(folder):
     run(
         folder,
         task,
-        lambda path: [FastGeometricEnsemble(0.01, 1e-4, cycle_steps=2, points=2), EnsembleReport()],
+        lambda path: [
+            FastGeometricEnsemble(0.01, 1e-4, cycle_steps=2, points=2),
+            EnsembleReport(dirpath=str(path / "members")),
+        ],
         digits,
     )
 

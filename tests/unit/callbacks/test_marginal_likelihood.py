@@ -334,7 +334,6 @@ def test_a_state_is_taken_over_by_what_it_is_of_and_refused_by_others(tmp_path):
     callback = learner()
     task, trainer = fit(tmp_path, callback, max_epochs=1)
     state = callback.state_dict()
-    trainer.callbacks.remove(callback)
     same, other = learner(), MarginalLikelihood(burn_in=1, every_n_epochs=1, granularity="per_tensor")
     for one in (same, other):
         one.setup(trainer, task, "fit")
