@@ -237,10 +237,8 @@ LOW_RANK: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "weights": lambda s, x: F.linear(x, s.w + s.b @ s.a),
     "twice a half subtracted": lambda s, x: F.linear(x, s.w - 2 * torch.einsum("or,ri->oi", -s.b, s.a / 2)),
     "turned": lambda s, x: x @ (s.w.T + s.a.T @ s.b.T),
-    "layers": lambda s, x: F.linear(x, s.w) + 2 * (F.linear(F.linear(x, s.a), s.b) / 2),
+    "layers": lambda s, x: F.linear(x, s.w) + F.linear(F.linear(x, s.a), s.b),
     "products": lambda s, x: x @ s.w.T - (x @ s.a.T) @ -s.b.T,
-    "convolutions": lambda s, x: (F.conv1d(t := x.mT, s.w[..., None]) + F.conv1d(
-        F.conv1d(t, s.a[..., None]), s.b[..., None])).mT,
 }  # fmt: skip
 DIRECTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "norm": lambda s, x: F.linear(x, s.m[:, None] * (v := s.w + s.b @ s.a) / v.norm(dim=1, keepdim=True)),
@@ -317,8 +315,8 @@ TABLES: dict[str, Function] = {
         each(DIRECTED, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=40),
     "kernels and batch norms added": Function({"i": of(nn.Conv1d, 4, 3, 1), "c": of(nn.Conv1d, 3, 3, 3, padding=1,
         bias=False), "d": of(nn.Conv1d, 3, 3, 1, bias=False), "o": of(nn.Conv1d, 3, 5, 1)} | {
-        name: of(nn.BatchNorm1d, 3) for name in "npq"}, steps(6, 4), 30,
-        each(ADDED, lambda own: lambda s, x: s.o(F.leaky_relu(own(s, F.leaky_relu(s.i(x)))))), samples=60),
+        name: of(nn.BatchNorm1d, 3) for name in "npq"}, steps(6, 4), 24,
+        each(ADDED, lambda own: lambda s, x: s.o(torch.tanh(own(s, torch.tanh(s.i(x)))))), samples=60),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip
