@@ -87,10 +87,10 @@ def trace_symmetry(
         check: Whether to run the self-test (recommended). It applies two random elements to float64 copies of the
             network, through a round trip of the state dict: one copy with weights near its own, one with random
             weights. A large network gets the second only, unless a wrong group may contain that element by chance, as
-            with few signs. Inputs are samples of every example, and noise around them. Products of elements are also
-            compared with elements one after the other; if these differ, translations are left out, with a note. A
-            network without weights cannot be tested; a note reports this. Without the self-test, networks given to the
-            symmetry later are not run either (:meth:`Symmetry.require`).
+            with few signs. Inputs are samples of every example, and noise around them. Of networks with up to 2 million
+            parameters, products of elements are also compared with elements one after the other; if these differ,
+            translations are left out, with a note. A network without weights cannot be tested; a note reports this.
+            Without the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
         nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
             with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
             that the group misses (docs/theory/tracing.md, 8.5).
@@ -161,7 +161,8 @@ def trace_symmetry(
         if not check or tensors.weightless:
             return begin(captures)
         symmetry = proven(network, captures, trace, begin, tolerance, whole=shifts and nullity)
-        if symmetry.shifts and not _compose(symmetry, network):
+        small = sum(own.numel() for own in network.parameters()) <= _LARGE
+        if small and symmetry.shifts and not _compose(symmetry, network):
             derive = functools.partial(derive, shifts=False)
             symmetry = proven(network, captures, trace, derive, tolerance, whole=nullity)
             symmetry.notes = (*symmetry.notes, _NOT_CLOSED)
