@@ -118,7 +118,6 @@ class RunReport(AfterFit):
 
     Raises:
         TypeError: If a subclass has neither :meth:`report` nor ``declared``.
-        ValueError: At the end of a fit, if another report has a table of the same name in the same folder.
 
     Attributes:
         declared: Tables, columns and charts of the report. With it :meth:`measure` returns rows by the name of the
@@ -150,7 +149,7 @@ class RunReport(AfterFit):
         others = [one for one in alike if one is not self] if any(one is self for one in alike) else []
         if self.active and any(other.dirpath == self.dirpath for other in others):
             name = type(self).__name__
-            raise ValueError(f"There are two {name} with the same files; remove one, or give it a dirpath of its own.")
+            raise ValueError(f"There are two {name} with the same files; remove one, or set another dirpath.")
 
     def measure(self, trainer: Trainer, task: Any, data: Any) -> Any:
         """Evaluate everything that the report needs; called on every rank, to work together."""
@@ -214,7 +213,7 @@ class RunReport(AfterFit):
                 for name in mine & {table.name for table in other.results.tables}:
                     warnings.warn(
                         f"{type(self).__name__} overwrites {name}.csv of {type(other).__name__} in {self.path}; rename "
-                        "its table, or give it a dirpath of its own.",
+                        "its table, or set another dirpath.",
                         stacklevel=2,
                     )
 

@@ -200,7 +200,7 @@ def _training(trainer: Trainer, task: ZooTask, number: int) -> dict[str, Any]:
 
 
 def _different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return what two architectures are, with the arguments that differ; with all of them if their classes do."""
+    """Return both architectures as text: class and differing arguments (all arguments if the classes differ)."""
     same = a["class_path"] == b["class_path"]
     common = {name for name, value in a["init_args"].items() if same and b["init_args"].get(name, ...) == value}
     found = []

@@ -1,7 +1,7 @@
 """Find the translations of a network with a known group, and the rank-one maps of its layer norms."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,7 +41,14 @@ class Added(NamedTuple):
 
 
 def find_shifts(
-    captures: Sequence[Capture], tensors: Tensors, labels: Labels, group: Group, *, wanted: bool, merges: bool = True
+    captures: Sequence[Capture],
+    tensors: Tensors,
+    labels: Labels,
+    group: Group,
+    *,
+    wanted: bool,
+    merges: bool = True,
+    still: Collection[str] = (),
 ) -> Added:
     """Find the translations of the weights and the rank-one maps of layer norms.
 
@@ -52,6 +59,7 @@ def find_shifts(
         group: Its group without translations.
         wanted: Whether to search for translations.
         merges: Whether to merge layers for this.
+        still: Tensors that are not translated.
     """
     structure, values, *_ = group
     # A bias that absorbs the constant of a flipped unit cannot also absorb a change of the mean.
@@ -63,6 +71,7 @@ def find_shifts(
         constants=kept,
         members=labels.stacked,
         keep=flipped,
+        still=still,
         scaled=structure.scales_differ,
     )
     if wanted:

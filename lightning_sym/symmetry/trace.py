@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.checking import check_network, examples_of
+from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.group.statistics import free_positions
 from lightning_sym.symmetry.lengths import captures_of
 from lightning_sym.symmetry.moving import MovedTensors
@@ -42,7 +43,7 @@ _SMALL = 10**5  # entries of a tensor that is compared in a large network
 _SAME = 1e-7  # relative and absolute difference of weights that count as equal
 
 _EXCHANGED = "add in {}: layers that read one value are exchanged; exchange=False finds more of their translations"
-_NOT_CLOSED = "translations are left out: the product of two elements with them is no element"
+_NOT_CLOSED = "translations of {} are left out: the product of two elements with them is no element"
 
 
 def trace_symmetry(
@@ -142,7 +143,7 @@ def trace_symmetry(
         apart, sums = captures, sums_of_layers(captures)
         plain = functools.partial(derive, merges=False)
         captures, known = _exchanging(trace, captures, plain) if exchange else (captures, None)
-        if check and trace.stacked and not tensors.weightless and not _compose(known, network):
+        if check and trace.stacked and not tensors.weightless and _not_composed(known, network):
             trace.stacked = ()
             captures, known = [trace(captured.call) for captured in captures], None
         if known is not None and sums:
@@ -161,11 +162,13 @@ def trace_symmetry(
         if not check or tensors.weightless:
             return begin(captures)
         symmetry = proven(network, captures, trace, begin, tolerance, whole=shifts and nullity)
+        still: frozenset[str] = frozenset()
         small = sum(own.numel() for own in network.parameters()) <= _LARGE
-        if small and symmetry.shifts and not _compose(symmetry, network):
-            derive = functools.partial(derive, shifts=False)
-            symmetry = proven(network, captures, trace, derive, tolerance, whole=nullity)
-            symmetry.notes = (*symmetry.notes, _NOT_CLOSED)
+        while small and symmetry.shifts and (moved := _not_composed(symmetry, network)):
+            still |= moved & symmetry.structure.shifts.names or symmetry.structure.shifts.names
+            own = functools.partial(derive, still=still)
+            symmetry = proven(network, captures, trace, own, tolerance, whole=shifts and nullity)
+            symmetry.notes = (*symmetry.notes, _NOT_CLOSED.format(listed(sorted(still))))
         return symmetry
 
 
@@ -212,18 +215,19 @@ def _exchanging(
     return captures, best
 
 
-def _compose(symmetry: Symmetry | None, network: nn.Module) -> bool:
-    """Whether two random elements act one after the other as their product does, and the inverse undoes an element.
+def _not_composed(symmetry: Symmetry | None, network: nn.Module) -> frozenset[str]:
+    """Return the tensors where two random elements, one after the other, act differently from their product.
 
-    Exchanged modules may share translations that their exchange does not carry along, as may units that matrices mix.
-    Of a large network small tensors are compared, which hold most translations.
+    The inverse after an element counts as well. Exchanged modules may share translations that their exchange does not
+    carry along, as may units that permutations or matrices mix. Of a large network small tensors are compared, which
+    hold most translations.
     """
     if symmetry is None:
-        return True
+        return frozenset()
     weights = {name: own.detach() for name, own in symmetry.tensors(network).items() if own.is_floating_point()}
     large = sum(own.numel() for own in weights.values()) > _LARGE
     names = [name for name, own in weights.items() if not large or own.numel() <= _SMALL]
-    exact, seed = ConvertedTensors(weights, doubled), torch.Generator().manual_seed(0)
+    exact, seed, differ = ConvertedTensors(weights, doubled), torch.Generator().manual_seed(0), set[str]()
     for _ in range(1 if large else _PAIRS):
         one, two = (symmetry.sample(seed) for _ in range(2))
         moved = MovedTensors(symmetry.factors, one, exact)
@@ -233,9 +237,10 @@ def _compose(symmetry: Symmetry | None, network: nn.Module) -> bool:
         ]
         for found, product in pairs:
             wanted = MovedTensors(symmetry.factors, product, exact)
-            if not all(torch.allclose(found[own], wanted[own], _SAME, _SAME, equal_nan=True) for own in names):
-                return False
-    return True
+            differ |= {
+                own for own in names if not torch.allclose(found[own], wanted[own], _SAME, _SAME, equal_nan=True)
+            }
+    return frozenset(differ)
 
 
 def _splitting(
@@ -283,6 +288,7 @@ def _derived(
     check: bool,
     output: str | int | None,
     merges: bool = True,
+    still: Collection[str] = (),
 ) -> Symmetry:
     """Derive the symmetry of a network from its operations; see :func:`trace_symmetry`.
 
@@ -296,6 +302,7 @@ def _derived(
         check: See there.
         output: See there.
         merges: Whether to merge layers in the search for translations.
+        still: Tensors that are not translated.
     """
     captures = trace.agreeing(captures)
     tensors, network = tensors.cut(captures), trace.network
@@ -305,7 +312,7 @@ def _derived(
     group = find_group(labels, Known(parameters, absorbed))
     told = sorted(set().union(*(captured.told for captured in captures)))
     group = group._replace(structure=replace(group.structure, told=tuple(told)))
-    added = find_shifts(captures, tensors, labels, group, wanted=shifts, merges=merges)
+    added = find_shifts(captures, tensors, labels, group, wanted=shifts, merges=merges, still=still)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.states.items()}
     free = free_positions(added.structure, shapes, group.unread.values())
     unread = [note for note, positions in group.unread.items() if not free[positions].all()]

@@ -51,14 +51,14 @@ def load_population_state(task: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _optimizer(task: Any) -> dict[str, Any]:
-    """Return what training restores from a checkpoint: the classes first, then their settings."""
+    """Return the settings that training restores from a checkpoint: the classes first."""
     settings = dict(task._settings)
     names = {name: settings.pop(f"{name}_name") for name in ("optimizer", "lr_scheduler")}
     return {**names, **settings}
 
 
 def _check_training(task: Any, saved: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
-    """Raise unless training can go on as it was begun."""
+    """Raise an error if another optimizer, fewer epochs or other processes forbid to resume the training."""
     # Lightning would restore the state and the learning rate of the old optimizer into the new one.
     require_same(saved["optimizer"], _optimizer(task))
     begun, most = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"], task.trainer.max_epochs

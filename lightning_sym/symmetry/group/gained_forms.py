@@ -34,7 +34,7 @@ def held_scales(structure: Structure, tensors: Mapping[str, Tensor], wanted: Wan
     """Return the logarithms of scales that are known before others: those that bring gains to 1 or -1.
 
     These are the gains around rotated streams, and those around matrices. Where the latter are made of a batch
-    norm's gain and variance, the gains of the batch norms get the mean square 1. Of weights that translations take off,
+    norm's gain and variance, the gains of the batch norms get the mean square 1. Where translations move these weights,
     the scales bring running variances to 1.
 
     Args:

@@ -150,6 +150,11 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return result
 
 
+def product_of_vectors(r: Rewriter, node: fx.Node) -> fx.Node:
+    """Rewrite the scalar product of two vectors, as of two rows of a table, or else as a sum of products."""
+    return product_of_rows(r, node) or r.insert(aten.sum.default, r.insert(aten.mul.Tensor, *node.args[:2]))
+
+
 def product_of_rows(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Return the scalar product of two vectors of weights that are also read elsewhere, as the rows of a table are.
 

@@ -58,7 +58,7 @@ from lightning_sym.symmetry.tracing.bilinear import (
     mean_product,
     number_of_weights,
     outer_product,
-    product_of_rows,
+    product_of_vectors,
     summed_product,
 )
 from lightning_sym.symmetry.tracing.branches import added_branches, together
@@ -629,7 +629,7 @@ _SUMS = (_scaled_sum, _neutral, squared_distances, squares_of_parts, gathered, f
 _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
-    **dict.fromkeys(("dot", "vdot"), product_of_rows),
+    **dict.fromkeys(("dot", "vdot"), product_of_vectors),
     "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,

@@ -70,7 +70,7 @@ def test_final_numbers_of_several_reports_stand_in_one_table(tmp_path):
 
 
 def test_tables_of_two_reports_with_one_name_are_reported(tmp_path):
-    with pytest.raises(ValueError, match="There are two Count with the same files; remove one, or give it"):
+    with pytest.raises(ValueError, match="There are two Count with the same files; remove one, or set"):
         fit(zoo_task(), digits(), Count(), Count(), folder=tmp_path)
     assert not list(tmp_path.iterdir())
     again = type("Again", (Count,), {})()

@@ -1,6 +1,6 @@
 """Weights that a network reads only in a sum with a function of others, `w + f(v)`: all of v may change.
 
-Then w takes off the change of f. Example: a layer with a low-rank update, `W + B A`.
+Then w absorbs the change of f. Example: a layer with a low-rank update, `W + B A`.
 """
 
 import itertools
@@ -28,7 +28,7 @@ class _Function(NamedTuple):
 
     Attributes:
         node: The function.
-        taker: The parameter, if it takes off the whole change of the function; empty if the sum may change as well.
+        taker: The parameter, if it absorbs the whole change of the function; empty if the sum may change as well.
         sign: The sign of its change then.
         total: The sum, if only layers read it: it then has the parameter's translations.
     """

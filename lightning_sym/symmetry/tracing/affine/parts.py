@@ -157,7 +157,7 @@ class Kind(NamedTuple):
 
 
 class Taker(NamedTuple):
-    """A weight that takes off the changes of a function of others, which is added to it.
+    """A weight that absorbs the changes of a function of others, which is added to it.
 
     Attributes:
         name: The weight.

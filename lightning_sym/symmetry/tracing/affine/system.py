@@ -112,7 +112,7 @@ class System:
         self.probes: list[Tensor] = []  # each represents many unknowns with equal equations; must be zero
         self.exclusions: list[tuple[Tensor, Tensor]] = []  # pairs of unknowns; the first vanish if the others do not
         self.absorbed: dict[fx.Node, tuple[str, ...]] = {}  # functions of weights, with those that may change freely
-        self.takers: dict[str, dict[str, tuple[Any, float]]] = {}  # weights that take off all changes of functions
+        self.takers: dict[str, dict[str, tuple[Any, float]]] = {}  # weights that absorb all changes of functions
         self.totals: dict[fx.Node, str] = {}  # sums with such functions that layers read, and their weights
         self.inside: set[fx.Node] = set()  # operations that only these functions read
         self.idle: set[str] = set()  # tensors that only these functions read

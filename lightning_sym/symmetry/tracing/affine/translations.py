@@ -33,7 +33,7 @@ from lightning_sym.symmetry.tracing.numbering import sum_by
 NORM = "biases that batch norms absorb"
 LINEAR = "biases that linear layers absorb"
 UNSEEN = "biases that nothing sees"
-TAKEN = "functions of weights that other weights take off"
+TAKEN = "functions of weights that other weights absorb"
 OPPOSED = "coupled translations"
 WRITERS = "means that norms subtract"
 READERS = "rows that read a layer norm"
@@ -46,6 +46,7 @@ def find_translations(
     *,
     members: Collection[str] = (),
     keep: Collection[str] = (),
+    still: Collection[str] = (),
     scaled: Callable[[str, int], bool] = lambda name, axis: False,
     outputs: bool = False,
     exclusive: bool = False,
@@ -58,12 +59,13 @@ def find_translations(
         constants: The names of tensors in no state dict.
         members: The names of tensors with separate units for each member along the first axis.
         keep: Weights with rows that keep their mean.
+        still: Tensors that are not translated.
         scaled: Whether scales or signs act differently on the positions along an axis of a tensor.
         outputs: Whether a softmax reads the outputs along their last axis, and therefore ignores a common offset.
         exclusive: Whether translations of two factors of a product always exclude each other.
     """
     try:
-        return _found(captures, tensors, constants, members, keep, scaled, outputs=outputs, exclusive=exclusive)
+        return _found(captures, tensors, constants, members, keep, still, scaled, outputs=outputs, exclusive=exclusive)
     except Exception as error:  # the interpreter does not support this form of an operation
         found, why = Translations(), f"{type(error).__name__}: {error}"
         found.notes.append(f"translations of weights were not searched, as the affine interpreter stopped ({why})")
@@ -76,13 +78,14 @@ def _found(
     constants: Collection[str],
     members: Collection[str],
     keep: Collection[str],
+    still: Collection[str],
     scaled: Callable[[str, int], bool],
     *,
     outputs: bool,
     exclusive: bool,
 ) -> Translations:
     known = set(constants) | {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
-    system = System(tensors, tensors.keys() - known, known)
+    system = System(tensors, tensors.keys() - known - {*still}, known)
     system.members, system.exclusive = set(members), exclusive
     system.names = states_of(captures)
     values = Weights(system, tensors)
