@@ -165,7 +165,7 @@ def trace_symmetry(
         still: frozenset[str] = frozenset()
         small = sum(own.numel() for own in network.parameters()) <= _LARGE
         while small and symmetry.shifts and (moved := _not_composed(symmetry, network)):
-            still |= moved & symmetry.structure.shifts.names or symmetry.structure.shifts.names
+            still = still | moved if moved - still else frozenset(tensors.states)
             own = functools.partial(derive, still=still)
             symmetry = proven(network, captures, trace, own, tolerance, whole=shifts and nullity)
             symmetry.notes = (*symmetry.notes, _NOT_CLOSED.format(listed(sorted(still))))
