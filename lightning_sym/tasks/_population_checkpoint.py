@@ -14,6 +14,7 @@ def population_state(task: Any) -> dict[str, Any]:
     return {
         "identity": task.identity(),
         "optimizer": _optimizer(task),
+        "data": _data(task),
         "kept": dict(kept),
         "stopped": dict(stopped),
         "records": dict(records),
@@ -29,7 +30,7 @@ def load_population_state(task: Any, checkpoint: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: If the checkpoint is of other members or settings, or training resumes with another optimizer,
-            fewer epochs, or another placement of the members.
+            other data or batches, fewer epochs, or another placement of the members.
     """
     saved = checkpoint.get("population")
     if saved is None or not task.identity().keys() & saved["identity"].keys():
@@ -57,10 +58,20 @@ def _optimizer(task: Any) -> dict[str, Any]:
     return {**names, **settings}
 
 
+def _data(task: Any) -> dict[str, Any]:
+    """Return the data that training reads again: the class, its arguments, and the fingerprint of the values."""
+    identity = getattr(task.trainer.datamodule, "identity", None)
+    if not callable(identity):
+        return {}
+    own = identity()
+    return {"class_path": own["class_path"], **own["arguments"], "fingerprint": own.get("fingerprint")}
+
+
 def _check_training(task: Any, saved: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
-    """Raise an error if another optimizer, fewer epochs or other processes forbid to resume the training."""
+    """Raise an error if the optimizer, data or processes are others than before, or the epochs are fewer."""
     # Lightning would restore the state and the learning rate of the old optimizer into the new one.
     require_same(saved["optimizer"], _optimizer(task))
+    require_same(saved["data"], _data(task))
     begun, most = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"], task.trainer.max_epochs
     if most not in (None, -1) and begun > most:
         raise ValueError(f"The checkpoint is of epoch {begun} and max_epochs is {most}; raise it to at least {begun}.")

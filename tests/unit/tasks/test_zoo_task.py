@@ -580,15 +580,17 @@ def test_a_setting_that_only_one_side_has_is_refused(tmp_path):
         ({"optimizer": wild}, "has lr 0.01 and this run has 0.3"),
         ({"lr_scheduler": cosine}, "has lr_scheduler none and this run has CosineAnnealingLR"),
         ({"max_epochs": 1}, "The checkpoint is of epoch 2 and max_epochs is 1; raise it to at least 2"),
+        ({"batch_size": 64}, r"The checkpoint has batch_size \d+ and this run has 64; use the settings"),
     ],
 )
-def test_training_is_not_resumed_with_another_optimizer_or_fewer_epochs(changes, says, tmp_path):
+def test_training_is_not_resumed_with_another_optimizer_other_batches_or_fewer_epochs(changes, says, tmp_path):
     run = trainer(tmp_path, epochs=2)
     run.fit(ZooTask(perceptron(), members=1, optimizer=adam), digits())
     run.save_checkpoint(tmp_path / "a.ckpt")
     settings = {"optimizer": adam, **changes}
     epochs = settings.pop("max_epochs", 3)
+    data = digits(**{name: settings.pop(name) for name in ("batch_size",) if name in settings})
     task = ZooTask(perceptron(), members=1, **settings)
     with pytest.raises(ValueError, match=says):
-        trainer(tmp_path, epochs).fit(task, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+        trainer(tmp_path, epochs).fit(task, data, ckpt_path=tmp_path / "a.ckpt", weights_only=True)
     trainer(tmp_path).test(task, digits(), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
