@@ -75,6 +75,8 @@ OF_CHANNELS: dict[str, Callable[..., Tensor]] = {
     "channels last": lambda h, g, b, e: F.layer_norm(h.permute(0, 2, 3, 1), (4,), g, b, e).permute(0, 3, 1, 2),
     "by hand": by_mean_of_squares,
     "places in a row": lambda h, g, b, e: F.layer_norm(h.flatten(2).mT, (4,), g, b, e).mT.view_as(h),
+    "rows of all samples": lambda h, g, b, e: F.layer_norm(h.movedim(1, -1), (4,), g, b, e).movedim(-1, 1).reshape(-1,
+        h.shape[-1]).reshape(h.shape),
     "rms of centred": lambda h, g, b, e: (F.rms_norm((h - h.mean(1, True)).movedim(1, -1), (4,), g, e).movedim(-1,
         1) + first(b)),
 }  # fmt: skip

@@ -326,8 +326,9 @@ def find_order(
             left = [index for index in left if _tied(structure, ranks, index)]
         for index in left:
             _by_entries(plan, gauged, ranks, index, power, coloured=coloured)
+    alike = [blocks for blocks in structure.blocks if not _differ(structure, ranks, blocks)]
     for index in left:
-        if _tied(structure, ranks, index):
+        if _tied(structure, ranks, index, alike):
             notes.append(f"units of {names[index]} that no key distinguishes keep their order")
     return _sorted(structure, ranks, sortable, _slot_ranks(plan, slices))
 
@@ -351,11 +352,27 @@ def _slot_ranks(plan: Plan, slices: Floats) -> Ints:
     return rank
 
 
-def _tied(structure: Structure, ranks: Sequence[Ints], index: int) -> bool:
-    """Return whether two units of an orbit have the same rank: in one cell, or anywhere if blocks are permuted."""
-    alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in structure.blocks)
+def _tied(structure: Structure, ranks: Sequence[Ints], index: int, alike: Sequence[Ints] | None = None) -> bool:
+    """Return whether two units of an orbit have the same rank: in one cell, or anywhere if blocks are permuted.
+
+    Args:
+        structure: The group.
+        ranks: Of the units of each orbit.
+        index: The orbit.
+        alike: The blocks that are permuted; by default all.
+    """
+    alike = structure.blocks if alike is None else alike
+    alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in alike)
     cells = structure.cells[index] * len(ranks[index]) if alone else 0
     return len(np.unique(ranks[index] + cells)) < len(ranks[index])
+
+
+def _differ(structure: Structure, ranks: Sequence[Ints], blocks: Ints) -> bool:
+    """Return whether the ranks of their units tell all blocks apart. Shape of `blocks`: (blocks, units)."""
+    number = np.zeros(structure.units, np.int64)
+    for index, units in enumerate(structure.orbits):
+        number[units] = index * structure.units + ranks[index]
+    return len(np.unique(np.sort(number[blocks], axis=1), axis=0)) == len(blocks)
 
 
 def _sorted(structure: Structure, ranks: Sequence[Ints], sortable: Sequence[int], rank_of: Ints) -> Ints:

@@ -209,23 +209,35 @@ def windows_of(value: Value, weights: Value) -> Value | None:
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:
-    """Remove axes that only separate segments from the sums, if all segments have one known total."""
-    known = relation.total.known
-    if known is None:
-        return relation
+    """Remove axes that only separate segments from the sums, if the totals do not differ along these axes."""
+    total, at = _source(relation.total)
     axes, segments = relation.axes, relation.segments
     for axis in sorted(axes):
         size = segments.shape[axis]
-        first = segments.movedim(axis, 0).reshape(size, -1)[:, 0]
-        shaped = first.reshape([-1 if at == axis else 1 for at in range(segments.ndim)])
-        others = segments - shaped
-        apart = size == shape[axis] > 1 and len(torch.unique(first)) == size
-        apart = apart and not bool(others.any())
-        if apart and not any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
-            axes, segments = axes - {axis}, torch.zeros_like(segments.narrow(axis, 0, 1))
+        if size != shape[axis] or size == 1 or any(own.shape[axis] > 1 for *_, own in relation.coefficient.items):
+            continue
+        first = segments.narrow(axis, 0, 1)
+        offset = (segments - first).movedim(axis, 0).reshape(size, -1)
+        apart = len(torch.unique(segments)) == size * len(torch.unique(first))
+        if apart and bool((offset == offset[:, :1]).all()) and bool((at[segments] == at[first]).all()):
+            axes, segments = axes - {axis}, first
     if axes == relation.axes:
         return relation
-    return Relation(axes, segments, relation.coefficient, Total(1, known))
+    kept, segments = torch.unique(segments, return_inverse=True)
+    if not torch.equal(at[kept], torch.arange(total.segments)):
+        total = Total(len(kept), before=(total, at[kept]))
+    return Relation(axes, segments, relation.coefficient, total)
+
+
+def _source(total: Total) -> tuple[Total, Tensor]:
+    """Return the total that segments were separated from, and its segment for each of them."""
+    if total.known is not None:
+        return Total(1, total.known), torch.zeros(total.segments, dtype=torch.long)
+    at = torch.arange(total.segments)
+    while total.before is not None and not total.terms and total.constant == 0:
+        total, own = total.before
+        at = own[at]
+    return total, at
 
 
 def move_of(node: fx.Node, name: str, before: Shape, constants: Callable[[fx.Node], Tensor | None]) -> Move | None:
