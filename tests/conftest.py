@@ -24,6 +24,8 @@ IGNORED = (
     "jsonargparse._deprecated.JsonargparseDeprecationWarning",
 )
 
+LONG = frozenset(Path(__file__).with_name("long_tests.txt").read_text().splitlines())
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Filter warnings in processes that run tests."""
@@ -47,8 +49,12 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of a test marked ``few``, keep one in so many and those named; of the rest, make half as many long.
 
-    All others are slow: `make test-slow` runs them. Cases that are marked slow do not count.
+    All others are slow: `make test-slow` runs them. Cases that are marked slow do not count. Tests in
+    ``long_tests.txt``, which tools/quick_tests.py writes, are long as well.
     """
+    for item in items:
+        if item.nodeid in LONG:
+            item.add_marker("long")
     families: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
