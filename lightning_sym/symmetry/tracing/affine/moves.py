@@ -139,8 +139,10 @@ class Move:
 
     def relation(self, relation: Relation | None) -> Relation | None:
         """Return the relation of the moved value."""
-        if relation is None or self.kind == "other":
+        if relation is None or (self.kind == "other" and not self._moves_whole(relation.axes)):
             return None
+        if self.kind == "other":
+            return relation
         axes = relation.axes
         if self.kind == "cut":
             if self.axis in axes:
@@ -159,6 +161,21 @@ class Move:
             relation = spread(relation, {axis for own, _ in met for axis in own}, self.before)
         coefficient = relation.coefficient.mapped(lambda own: _first(self(own)))
         return _narrowed(Relation(axes, _first(self(relation.segments)), coefficient, relation.total), self.after)
+
+    def _moves_whole(self, axes: Collection[int]) -> bool:
+        """Whether all places along some axes move together to another place on the other axes, as in a roll."""
+        order = sorted(axes)
+        if len(self.after) != len(self.before) or any(self.after[axis] != self.before[axis] for axis in order):
+            return False
+        made = self.run(places(self.before) + 1)  # 0 is padding
+        if not isinstance(made, Tensor):
+            return False
+        along, others = (
+            places(self.before)[tuple(slice(None if (axis in axes) == wanted else 1) for axis in range(made.ndim))]
+            for wanted in (True, False)
+        )
+        rows = made.movedim(order, tuple(range(-len(order), 0))).reshape(-1, along.numel())
+        return torch.equal(rows, rows[:, :1] + along.reshape(-1)) and bool(torch.isin(rows[:, 0], others + 1).all())
 
 
 def _first(result: Any) -> Tensor:
