@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
-from lightning_sym.symmetry.tracing.affine.moves import Move
+from lightning_sym.symmetry.tracing.affine.moves import Move, joined_relation
 from lightning_sym.symmetry.tracing.affine.products import Products, listed
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
 from lightning_sym.symmetry.tracing.masks import may_hide_rows
@@ -250,6 +250,7 @@ class Layers(Products):
         for value in values:
             self._unread(value)
         result = Value(shape, any(value.varies for value in values), learned=any(value.learned for value in values))
+        result = result.with_(relation=joined_relation(values, axis))
         result.translation = self._joined_arrays([self.numbers(value) for value in values], values, axis, 0)
         keys = dict.fromkeys(key for value in values for key in self._living(value))
         for key in keys:

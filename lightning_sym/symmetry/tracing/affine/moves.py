@@ -195,6 +195,42 @@ def spread(relation: Relation, axes: Collection[int], shape: Shape) -> Relation:
     return Relation(relation.axes | set(axes), segments, relation.coefficient, total)
 
 
+def joined_relation(values: Sequence[Value], axis: int) -> Relation | None:
+    """Return the relation of concatenated values: their common one, or across its axes, a segment for each value.
+
+    A value without a relation is a segment with an unknown total.
+    """
+    found = [value.relation for value in values if value.relation is not None]
+    first = found[0] if found else None
+    if first is None or len({(own.axes, own.total.key(), own.coefficient.factor) for own in found}) > 1:
+        return None
+    if len({tuple((atom, power) for atom, power, _ in own.coefficient.items) for own in found}) > 1:
+        return None
+    arrays = [[own.segments, *(part for *_, part in own.coefficient.items)] for own in found]
+    if axis not in first.axes:
+        alike = all(torch.equal(one, two) for own in arrays for one, two in zip(own, arrays[0], strict=True))
+        return first if alike and len(found) == len(values) else None
+    count, rank = first.total.segments, values[0].rank
+    apart = [range(number * count, (number + 1) * count) for number in range(len(values))]
+    own = iter(arrays)
+    nothing = [torch.zeros([1] * rank).long()] * len(arrays[0])  # any coefficients, as the total is unknown
+    arrays = [nothing if value.relation is None else next(own) for value in values]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        whole = torch.broadcast_shapes(*(part.narrow(axis, 0, 1).shape for part in parts))
+        sizes = [[*whole[:axis], value.shape[axis], *whole[axis + 1 :]] for value in values]
+        return torch.cat([part.expand(size) for part, size in zip(parts, sizes, strict=True)], axis)
+
+    segments = joined([parts[0] + own[0] for parts, own in zip(arrays, apart, strict=True)])
+    places = iter([joined(parts) for parts in zip(*(parts[1:] for parts in arrays), strict=True)])
+    total = Total(count * len(values), before=(first.total, torch.arange(count * len(values)) % count))
+    if len(found) < len(values):
+        total.constant = tuple(
+            math.nan if value.relation is None else 0.0 for value, own in zip(values, apart, strict=True) for _ in own
+        )
+    return Relation(first.axes, segments, first.coefficient.mapped(lambda _: next(places)), total)
+
+
 def told(value: Value, axes: Sequence[int]) -> Value:
     """Return a value with the relation of the numbers that it holds, if it has no other along some axes.
 

@@ -136,7 +136,8 @@ class Total:
     @property
     def open(self) -> Tensor:
         """Whether each segment has no total. Shape (segments,)."""
-        return torch.tensor(np.zeros(self.segments) if self.numbers is None else self.numbers).isnan()
+        own = torch.tensor(np.broadcast_to(self.constant, self.segments)).isnan()
+        return own if self.before is None else own | self.before[0].open[self.before[1]]
 
 
 @dataclass

@@ -240,7 +240,8 @@ class Weights:
         return found
 
     def _sum(self, total: Total) -> Tensor:
-        result = torch.zeros(total.segments, dtype=torch.float64) + torch.tensor(total.constant, dtype=torch.float64)
+        constant = torch.tensor(total.constant, dtype=torch.float64).nan_to_num()  # multiples of unknown totals vanish
+        result = torch.zeros(total.segments, dtype=torch.float64) + constant
         for coefficient, segments, shape in total.terms:
             numbers = self.coefficient(coefficient).expand(shape).reshape(-1)
             result = result.index_add(0, segments.expand(shape).reshape(-1), numbers)
