@@ -297,5 +297,6 @@ class Layers(Products):
         self.alike(x, [axis % x.rank])
         for drift in self._living(x).values():
             self.unknowns.vanish(drift.numbers)
-        move = Move("cut", x.shape, (), lambda t: t.select(axis, 0), axis=axis % x.rank, drops=True)
+        left = tuple(size for at, size in enumerate(x.shape) if at != axis % x.rank)
+        move = Move("cut", x.shape, left, lambda t: t.select(axis, 0), axis=axis % x.rank, drops=True)
         return self.move(x.with_(drifts={}), move)[0]
