@@ -331,7 +331,6 @@ def test_context_manager_and_pairs_nest(tmp_path):
 # ---- checkpoints
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("after_validation", [False, True])
 @pytest.mark.few(4)

@@ -28,12 +28,6 @@ from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import MultiLayerPerceptron, Network, RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
-
 
 def part(first: int, last: int, outputs: int) -> nn.Module:
     """Return a linear map of some of the inputs."""
