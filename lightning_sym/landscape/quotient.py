@@ -101,8 +101,6 @@ def orbit_distances(
     example_input: Any,
     *,
     symmetry: Symmetry | None = None,
-    restarts: int = 1,
-    seed: int = 0,
 ) -> OrbitDistances:
     r"""Return :math:`\inf_g |\theta - g\theta^*|`, the distance of weights from the orbit of a target.
 
@@ -130,8 +128,6 @@ def orbit_distances(
         target: :math:`\theta^*`, shape ``[P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
         symmetry: Symmetry of the architecture, if it has been traced already.
-        restarts: Restarts of the matching, for the upper bound.
-        seed: Seed of the matching.
 
     Returns:
         The distances and their kind.
@@ -171,7 +167,7 @@ def orbit_distances(
     for vector, identity in zip(vectors, plain.tolist(), strict=True):
         with unchecked():  # copies of one network
             start = _loaded(exact, vector)
-            match = weight_matching(symmetry, start, reference, refine=True, restarts=restarts, seed=seed)
+            match = weight_matching(symmetry, start, reference, refine=True)
         distances.append(min(match.distance_after, identity))
     return OrbitDistances(torch.tensor(distances, dtype=torch.float64), plain, "upper bound")
 
