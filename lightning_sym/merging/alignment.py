@@ -254,7 +254,6 @@ class AlignOptions(TypedDict, total=False):
     max_rounds: int
     scales: bool
     signs: bool
-    balance: bool
     seed: int
     device: torch.device | str | None
     copies: NetworkFiles | None

@@ -91,7 +91,7 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: describe_set(np.full((3, 3), NAN), 0.1, 0.1, UNIT), "at least one J and no NaN"),
         (lambda: Grid(0, 5, 1.0), "dimension of a grid must be an integer >= 1"),
         *((partial(Grid, 2, bad, 1.0), "points of a grid must be an integer >= 2") for bad in (1, 5.0)),
-        *((partial(Grid, 2, 5, bad), "bound of a grid") for bad in (0.0, (2.0, 1.0), NAN)),
+        *((partial(Grid, 2, 5, bad), "bound of a grid") for bad in (0.0, (1.0, 2.0), NAN)),
         (lambda: Grid(2, 5, 1.0).coefficients(3, 26), "0 <= start <= stop <= 25, got 3 and 26"),
         (lambda: Grid(3, 6, 1.0).index_of(torch.zeros(2)), r"must have shape \[..., 3\]"),
         (lambda: evaluate_grid(AROUND, PLANE, Grid(3, 4, 1.0)), "3 axes and the plane 2"),
