@@ -286,8 +286,7 @@ class FastGeometricEnsemble(RunReport):
                 predicted[number], labels = log_probabilities(networks[number], judged)
                 scores = ensemble_scores(predicted[number], labels)
                 rows += self._rows(number, networks[number][:-1], train, scores.alone)
-                if progress is not None:
-                    progress(done + 1, len(self._numbers))
+                progress(done + 1, len(self._numbers))
         return networks, rows, self._ensembles(predicted, labels), split
 
     def _networks(self, trainer: Trainer, task: Any, number: int, train: PreparedBatches) -> list[nn.Module]:
