@@ -88,25 +88,6 @@ class TrainingBatches:
         return first
 
 
-class EqualBatches:
-    """The batches of the size of the first one: batch norm statistics give every batch the same weight.
-
-    Args:
-        batches: Batches of images with labels that can be read more than once.
-    """
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches in order."""
-        size = None
-        for batch in self._batches:
-            size = size or len(batch[0])
-            if len(batch[0]) == size:
-                yield batch
-
-
 class PreparedBatches:
     """Batches that are preprocessed whenever they are read.
 

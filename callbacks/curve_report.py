@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import rank, ranks, summed, wide
 from lightning_sym._text import name_of_callable
-from lightning_sym.callbacks._batches import EqualBatches, without_augmentation
+from lightning_sym.callbacks._batches import without_augmentation
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve, curve_barriers, curve_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.landscape import LossSurface, WeightPlane, weight_tensors, weight_vector
 from lightning_sym.landscape.planes import trainable
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.reports.report import counted

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_words
 from lightning_sym._text import name_of_callable
-from lightning_sym.callbacks._batches import EqualBatches, without_augmentation
+from lightning_sym.callbacks._batches import without_augmentation
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.connectivity.interpolation import line, output_change, split_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.report import counted, picked
