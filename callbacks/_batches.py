@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_sym._distributed import gathered, together
 from lightning_sym.callbacks._checks import has_members
-from lightning_sym.datamodules import InputDataModule
+from lightning_sym.datamodules import InMemoryDataModule, InputDataModule
+
+Batches: TypeAlias = Iterable[tuple[Tensor, Tensor]]
 
 
 class TrainingBatches:
@@ -86,25 +88,6 @@ class TrainingBatches:
         return first
 
 
-class EqualBatches:
-    """The batches of the size of the first one: batch norm statistics give every batch the same weight.
-
-    Args:
-        batches: Batches of images with labels that can be read more than once.
-    """
-
-    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches in order."""
-        size = None
-        for batch in self._batches:
-            size = size or len(batch[0])
-            if len(batch[0]) == size:
-                yield batch
-
-
 class PreparedBatches:
     """Batches that are preprocessed whenever they are read.
 
@@ -120,6 +103,15 @@ class PreparedBatches:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches in order."""
         return map(self._prepare, islice(self._batches, self._most))
+
+
+def without_augmentation(data: InMemoryDataModule, train_batches: int | None) -> dict[str, Batches]:
+    """Return the first batches of this process's share of the training data, or all, and those of the test data."""
+    train = data.curvature_dataloader()
+    return {
+        "train": train if train_batches is None else list(islice(train, train_batches)),
+        "test": data.test_dataloader(),
+    }
 
 
 def in_order(loader: Any, trainer: Trainer) -> DataLoader[Any] | None:

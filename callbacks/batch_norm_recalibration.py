@@ -1,9 +1,8 @@
 """Recalibrate batch norm statistics before every evaluation, and restore them afterwards."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import gathered
+from lightning_sym.callbacks._batches import PreparedBatches
 from lightning_sym.callbacks._checks import checked_datamodule, lacking
 from lightning_sym.callbacks._waiting import said_if_long
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
@@ -223,8 +223,8 @@ class BatchNormRecalibration(Callback):
 
     # ---- the images
 
-    def _batches(self, trainer: Trainer, pl_module: LightningModule, networks: list[nn.Module]) -> "_Batches":
-        """Return this rank's batches."""
+    def _batches(self, trainer: Trainer, pl_module: LightningModule, networks: list[nn.Module]) -> PreparedBatches:
+        """Return this rank's batches of chosen images, preprocessed as in an evaluation loop."""
         data = checked_datamodule(self, trainer)
         loader = data.curvature_dataloader()
         shares = [int(share) for share in gathered(len(loader.inputs))]
@@ -259,21 +259,7 @@ class BatchNormRecalibration(Callback):
             )
             return trainer.strategy.batch_to_device(pl_module._on_before_batch_transfer(batch))
 
-        return _Batches(torch.split(mine.to(loader.inputs.device), size)[:length], prepared)
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """Batches of chosen images, preprocessed as in an evaluation loop; can be iterated repeatedly."""
-
-    parts: Sequence[Tensor]
-    prepared: Callable[[Tensor], Any]
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.prepared, self.parts)
+        return PreparedBatches(torch.split(mine.to(loader.inputs.device), size)[:length], prepared)
 
 
 def _check_task(task: LightningModule) -> None:

@@ -96,8 +96,7 @@ class CurveGeometry(RunReport):
             for number, (name, curve) in enumerate(chosen):
 
                 def show(done: int, total: int, before: int = number) -> None:
-                    if progress is not None:
-                        progress(before * total + done, len(chosen) * total)
+                    progress(before * total + done, len(chosen) * total)
 
                 found[CurveOf(*name)] = curve_geometry(
                     curve,

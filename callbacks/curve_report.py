@@ -2,9 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -15,14 +13,14 @@ from torch.nn import functional as F
 from lightning_sym._checks import check_integers
 from lightning_sym._distributed import rank, ranks, summed, wide
 from lightning_sym._text import name_of_callable
-from lightning_sym.callbacks._batches import EqualBatches
+from lightning_sym.callbacks._batches import without_augmentation
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve, curve_barriers, curve_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.landscape import LossSurface, WeightPlane, weight_tensors, weight_vector
 from lightning_sym.landscape.planes import trainable
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.reports.report import counted
@@ -97,12 +95,7 @@ class CurveReport(RunReport):
         network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
         # Twice as fast for convolutions on a CPU, without gradients; the same numbers up to rounding.
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
-            "train": data.curvature_dataloader(),
-            "test": data.test_dataloader(),
-        }
-        if self.train_batches is not None:
-            loaders["train"] = list(islice(loaders["train"], self.train_batches))
+        loaders = without_augmentation(data, self.train_batches)
         curves = self._paths(task)
         jobs = [(path, pair) for path, own in curves.items() for pair in own]
         drawn = [name for name in task.curves if name.pair in task.pairs[: self.planes]]
@@ -119,14 +112,12 @@ class CurveReport(RunReport):
                     recalibration_data=EqualBatches(loaders["train"]),
                 )
                 paths.setdefault(path, {})[pair] = MeasuredPath(_on_cpu(curves[path][pair]), along)
-                if progress is not None:
-                    progress(done + 1, len(jobs) + len(drawn))
+                progress(done + 1, len(jobs) + len(drawn))
             for done, name in enumerate(drawn):
                 title, curve = f"{name.first}-{name.second}, {name.kind}", curves[name.kind][name.pair]
                 measured = self._plane(title, curve, network, task, data)
                 planes += [] if measured is None else [measured]
-                if progress is not None:
-                    progress(len(jobs) + done + 1, len(jobs) + len(drawn))
+                progress(len(jobs) + done + 1, len(jobs) + len(drawn))
         return paths, planes, task.gathered()[0]
 
     def report(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule, measured: Any) -> RunResults:

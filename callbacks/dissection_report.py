@@ -12,6 +12,8 @@ from lightning_sym.reports.dissection import dissection_results
 from lightning_sym.reports.report import counted, picked
 from lightning_sym.tasks import DissectionTask
 
+_IMAGES = 4  # of each of the best units
+
 
 class DissectionReport(RunReport):
     """Dissect the networks of a :class:`lightning_sym.tasks.DissectionTask` and report the results.
@@ -32,7 +34,6 @@ class DissectionReport(RunReport):
 
     Args:
         best_units: Units of each basis in ``best-units-<zoo>.png``, >= 0; 0 for no such figure.
-        best_images: Images of each of these units, >= 1.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
     Raises:
@@ -46,11 +47,10 @@ class DissectionReport(RunReport):
     example = "DissectionTask"
     data_type = InputDataModule
 
-    def __init__(self, best_units: int = 4, best_images: int = 4, dirpath: str | None = None) -> None:
+    def __init__(self, best_units: int = 4, dirpath: str | None = None) -> None:
         super().__init__(dirpath)
         check_integers(0, best_units=best_units)
-        check_integers(best_images=best_images)
-        self.best_units, self.best_images = best_units, best_images
+        self.best_units = best_units
 
     def measure(self, trainer: Trainer, task: DissectionTask, data: Any) -> Any:
         """Dissect all networks in all bases, and find the best units with their strongest images."""
@@ -59,7 +59,7 @@ class DissectionReport(RunReport):
             found = task.dissect_all(data, device, progress)
         if not self.best_units:
             return found, []
-        return found, task.best_units(data, device, units=self.best_units, images=self.best_images)
+        return found, task.best_units(data, device, units=self.best_units, images=_IMAGES)
 
     def report(self, trainer: Trainer, task: DissectionTask, data: Any, measured: Any) -> RunResults:
         """Return the tables and the figure."""

@@ -9,12 +9,13 @@ from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers
-from lightning_sym.callbacks._batches import EqualBatches, splits_of
+from lightning_sym.callbacks._batches import splits_of
 from lightning_sym.callbacks._checks import lacking
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.ensembles import ensemble_scores, log_probabilities
+from lightning_sym.networks.batch_norm import EqualBatches
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._text import ranges
-from lightning_sym.callbacks._batches import EqualBatches, PreparedBatches, splits_of
+from lightning_sym.callbacks._batches import PreparedBatches, splits_of
 from lightning_sym.callbacks._checks import has_members, network_of
 from lightning_sym.callbacks._monitor import check_whole_weights
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import average, barrier
 from lightning_sym.ensembles import Scores, cyclical_learning_rate, ensemble_scores, log_probabilities
 from lightning_sym.landscape import weight_vector
-from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import EqualBatches, batch_norms, recalibrate_batch_norm
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
@@ -286,8 +286,7 @@ class FastGeometricEnsemble(RunReport):
                 predicted[number], labels = log_probabilities(networks[number], judged)
                 scores = ensemble_scores(predicted[number], labels)
                 rows += self._rows(number, networks[number][:-1], train, scores.alone)
-                if progress is not None:
-                    progress(done + 1, len(self._numbers))
+                progress(done + 1, len(self._numbers))
         return networks, rows, self._ensembles(predicted, labels), split
 
     def _networks(self, trainer: Trainer, task: Any, number: int, train: PreparedBatches) -> list[nn.Module]:

@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pytorch_lightning import Trainer
@@ -11,13 +10,13 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_words
 from lightning_sym._text import name_of_callable
-from lightning_sym.callbacks._batches import EqualBatches
+from lightning_sym.callbacks._batches import without_augmentation
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.connectivity.interpolation import line, output_change, split_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import batch_norms
+from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.report import counted, picked
@@ -93,12 +92,7 @@ class MatchingReport(RunReport):
     def measure(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule) -> Any:
         """Evaluate all lines and means; return barriers, distances of endpoints, and averages with their weights."""
         device = trainer.strategy.root_device  # after a fit Lightning has moved the module to the CPU
-        loaders: dict[str, Iterable[tuple[Tensor, Tensor]]] = {
-            "train": data.curvature_dataloader(),
-            "test": data.test_dataloader(),
-        }
-        if self.train_batches is not None:
-            loaders["train"] = list(islice(loaders["train"], self.train_batches))
+        loaders = without_augmentation(data, self.train_batches)
         validation = data.val_dataloader()
         judges: dict[str, Any] = {"train": loaders["train"]} if validation == [] else {"val": validation}
         methods = [method for method in task.methods if all(method in task.elements[pair] for pair in task.pairs)]
@@ -141,8 +135,7 @@ class MatchingReport(RunReport):
                     means.setdefault(pair, []).append(
                         (MergedPair(pair, method, losses, changes[pair, method]), weights)
                     )
-                if progress is not None:
-                    progress(done + 1, len(jobs))
+                progress(done + 1, len(jobs))
         return curves, distances, changes, [min(found, key=_judged) for found in means.values()]
 
     def report(self, trainer: Trainer, task: MatchingTask, data: InMemoryDataModule, measured: Any) -> RunResults:

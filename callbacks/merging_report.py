@@ -126,8 +126,7 @@ class MergingReport(RunReport):
                 for about, network in self._merged(task, parent, families[parent], following):
                     found.append(about)
                     counts.append(_correct(copy.deepcopy(network).to(device), batches))
-                if progress is not None:
-                    progress(done, len(parents))
+                progress(done, len(parents))
         # Sums over processes that share the images.
         total = int(summed(torch.tensor(sum(len(labels) for _, labels in batches[0]), device=device)))
         right = summed(torch.tensor(counts, device=device)).tolist()

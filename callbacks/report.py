@@ -175,7 +175,7 @@ class RunReport(AfterFit):
         publish_results(trainer, results, self.path, f"figures/{type(self).__name__}")
 
     @contextmanager
-    def progress(self, trainer: Trainer, title: str) -> Iterator[Callable[[int, int], None] | None]:
+    def progress(self, trainer: Trainer, title: str) -> Iterator[Callable[[int, int], None]]:
         """Show the progress of some work, on rank 0, if there is a progress bar.
 
         Args:
@@ -183,10 +183,10 @@ class RunReport(AfterFit):
             title: Label of the bar.
 
         Yields:
-            Function of the number of completed steps and of all steps; or None.
+            Function of the number of completed steps and of all steps; it does nothing if there is no bar.
         """
         if not trainer.is_global_zero or trainer.progress_bar_callback is None:
-            yield None
+            yield lambda done, total: None
             return
         with Progress(transient=True) as bar:
             line = bar.add_task(title)

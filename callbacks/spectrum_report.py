@@ -94,8 +94,7 @@ class SpectrumReport(RunReport):
                     symmetry = trace_symmetry(network, torch.rand(2, *data.input_shape, dtype=dtype).to(device))
                     self._say_if_long(network, batches, task.loss, len(states))
                 found[number] = self._measured(symmetry, network, batches, task.loss)
-                if progress is not None:
-                    progress(done + 1, len(states))
+                progress(done + 1, len(states))
         return found
 
     def _say_if_long(self, network: Any, batches: Any, loss: Any, members: int) -> None:

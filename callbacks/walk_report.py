@@ -1,11 +1,9 @@
 """A walk through a class of equivalent weights, and its learning coefficient."""
 
-from typing import Literal
-
 import torch
 from pytorch_lightning import Trainer
 
-from lightning_sym._checks import check_integers, check_numbers, check_seeds, check_words
+from lightning_sym._checks import check_integers, check_numbers, check_seeds
 from lightning_sym.callbacks.equivalence_report import first_inputs
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import InputDataModule
@@ -16,6 +14,7 @@ from lightning_sym.reports.walk import walk_results
 from lightning_sym.tasks import EquivalenceTask
 
 _CHAIN_STEPS, _CHAIN_BURN_IN = 2000, 400  # of each Langevin chain
+_TEMPERATURE = 1e-5  # of the chains: the J about which they fluctuate, in units of J0
 _ORBIT_POINTS = 100  # points of a walk with a measured distance to the orbit
 
 
@@ -34,12 +33,9 @@ class WalkReport(RunReport):
     Args:
         steps: Number of steps of the walk, >= 1.
         step_size: Length of a step in weight space, > 0.
-        direction: ``"carried"``, one random direction is followed, so that the walk goes far; or ``"random"``, a new
-            one for every step.
         inputs: How many inputs of the search the function is compared on, >= 1. A Jacobian has a row for each output
             of each.
-        chains: Langevin chains; 0 for none.
-        temperature: Temperature of the chains: the J about which they fluctuate, in units of J0. > 0.
+        chains: Langevin chains, at a temperature where J fluctuates about 1e-5 J0; 0 for none.
         seed: Seed of directions and noise.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
 
@@ -59,10 +55,8 @@ class WalkReport(RunReport):
         self,
         steps: int = 500,
         step_size: float = 0.05,
-        direction: Literal["carried", "random"] = "carried",
         inputs: int = 100,
         chains: int = 0,
-        temperature: float = 1e-5,
         seed: int = 0,
         dirpath: str | None = None,
     ) -> None:
@@ -70,14 +64,11 @@ class WalkReport(RunReport):
         check_integers(steps=steps, inputs=inputs)
         check_integers(0, chains=chains)
         check_seeds(seed=seed)
-        check_numbers("> 0", step_size=step_size, temperature=temperature)
-        check_words(("direction", direction, ("carried", "random")))
+        check_numbers("> 0", step_size=step_size)
         self.steps = steps
         self.step_size = step_size
-        self.direction = direction
         self.inputs = inputs
         self.chains = chains
-        self.temperature = temperature
         self.seed = seed
 
     def report(self, trainer: Trainer, task: EquivalenceTask, data: InputDataModule, measured: None) -> RunResults:
@@ -91,7 +82,6 @@ class WalkReport(RunReport):
                 inputs,
                 steps=self.steps,
                 step_size=self.step_size,
-                direction="random" if self.direction == "random" else None,
                 seed=self.seed,
                 progress=progress,
             )
@@ -108,11 +98,10 @@ class WalkReport(RunReport):
                     chains=self.chains,
                     steps=_CHAIN_STEPS - _CHAIN_BURN_IN,
                     burn_in=_CHAIN_BURN_IN,
-                    inverse_temperature=int(walk.ranks[0]) / (2 * (self.temperature * zero)),
+                    inverse_temperature=int(walk.ranks[0]) / (2 * _TEMPERATURE * zero),
                     seed=self.seed,
                     progress=progress,
                 )
-        names = ("steps", "step_size", "direction", "inputs", "chains", "temperature", "seed")
         return walk_results(
             walk,
             places,
@@ -120,6 +109,6 @@ class WalkReport(RunReport):
             samples,
             title=task.title(),
             teacher=task.about_teacher,
-            settings=picked(self, *names),
+            settings=picked(self, "steps", "step_size", "inputs", "chains", "seed"),
             about=self.source(data),
         )

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from pytorch_lightning import Trainer
 
-from lightning_sym._checks import check_seeds
 from lightning_sym._random import generator
 from lightning_sym.callbacks.report import RunReport
 from lightning_sym.datamodules import ZooWeightsDataModule
@@ -29,7 +28,6 @@ class WeightRegressionReport(RunReport):
     ``r2_moved/<arm>`` and, as details, ``tau/<arm>``; a table is printed.
 
     Args:
-        seed: Seed of random points and of the bootstrap. >= 0.
         dirpath: Folder of tables and figures; default ``results`` in the run's folder.
     """
 
@@ -40,15 +38,10 @@ class WeightRegressionReport(RunReport):
     example = "WeightRegressionTask"
     data_type = ZooWeightsDataModule
 
-    def __init__(self, seed: int = 0, dirpath: str | None = None) -> None:
-        check_seeds(seed=seed)
-        self.seed = seed
-        super().__init__(dirpath)
-
     def measure(self, trainer: Trainer, task: WeightRegressionTask, data: ZooWeightsDataModule) -> Any:
         """Predict the metric of all networks of the test split."""
         inputs, _ = task.evaluation_batch(data.split_tensors("test"))
-        moved = task.moved(inputs, generator("moved", self.seed), canonical=True)
+        moved = task.moved(inputs, generator("moved", 0), canonical=True)
         convert, device = trainer.strategy.precision_plugin.convert_input, trainer.strategy.root_device
         own = {}
         with task.evaluating(), torch.no_grad():
@@ -69,7 +62,7 @@ class WeightRegressionReport(RunReport):
         about = {
             "architecture": task.space.zoo.architecture,
             "zoo": task.zoo,
-            "seeds": {"members": task.numbers, "seed": self.seed},
+            "seeds": {"members": task.numbers},
             **self.source(data),
         }
         targets = {split: data.split_tensors(split)[1].double().numpy()[:, 0] for split in ("train", "test")}  # type: ignore[arg-type]
@@ -80,5 +73,4 @@ class WeightRegressionReport(RunReport):
             float(targets["train"].mean()),
             title=f"{data.target} of {count} x {architecture_name(task.space.network)}",
             about=about,
-            seed=self.seed,
         )

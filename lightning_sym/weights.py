@@ -319,12 +319,10 @@ def match_weights(
             continue
         tensor = tensors[key]
         if tensor.shape != wanted[name].shape:
-            tensor = _upgraded(module, name, tensor)
-        if tensor.shape != wanted[name].shape:
             if names.leaves_out(name):
                 continue
             raise ValueError(
-                f"{source} holds {key!r} of shape {list(tensors[key].shape)}, but {kind} has it of shape "
+                f"{source} holds {key!r} of shape {list(tensor.shape)}, but {kind} has it of shape "
                 f"{list(wanted[name].shape)}; {remedy}."
             )
         check_numbers_alike(tensor, wanted[name], key, source)
@@ -343,14 +341,6 @@ def match_weights(
         prefix=names.start,
         notes=notes,
     )
-
-
-def _upgraded(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor as the present version of its layer orders it; unchanged if the layer knows no other order."""
-    place, _, leaf = name.rpartition(".")
-    upgraded = getattr(dict(module.named_modules()).get(place), "upgraded", None)
-    found: Tensor = tensor if upgraded is None else upgraded(leaf, tensor)
-    return found
 
 
 class _Names:

@@ -29,8 +29,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any, BinaryIO
 
 import torch
@@ -40,6 +41,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from lightning_sym import __version__
 from lightning_sym._checkpoint_files import MANIFEST
 from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._claims import Claim
@@ -446,9 +448,7 @@ def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Te
 
 def statistics(values: Sequence[float]) -> dict[str, float]:
     """Return mean, min, max and standard deviation (population form) of the values."""
-    mean = math.fsum(values) / len(values)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
-    return {"mean": mean, "min": min(values), "max": max(values), "std": deviation}
+    return {"mean": fmean(values), "min": min(values), "max": max(values), "std": pstdev(values)}
 
 
 def member_file(number: int) -> str:
@@ -579,13 +579,8 @@ def rebuild_manifest(path: str | Path) -> Path:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that affect results."""
-    found = {}
-    for name in ("lightning_sym", "torch", "torchvision", "pytorch-lightning", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    others = ("torch", "torchvision", "pytorch-lightning", "numpy")
+    return {"lightning_sym": __version__, **{name: version(name) for name in others}}
 
 
 def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:

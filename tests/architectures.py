@@ -81,3 +81,25 @@ def check_every_cut(network: Network, x: Tensor) -> None:
             names = {name for half in (lower, upper) for name, _ in half.named_parameters()}
             assert names == {name for name, _ in network.named_parameters()}
         network.load_state_dict(start)
+
+
+class Logits(nn.Module):
+    """A language model whose only output are logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens).logits
+
+
+class Words(nn.Module):
+    """A mean of the words' vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.output = nn.Embedding(11, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.output(self.embedding(tokens).mean(1))

@@ -4,7 +4,10 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 
+import torch
+
 from lightning_sym.cli import main
+from lightning_sym.networks import MultiLayerPerceptron
 
 QUIET = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false")
 # A small task on small data, given on the command line alone.
@@ -13,6 +16,19 @@ SMALL = (
     *("--model.network=MultiLayerPerceptron", "--model.network.widths=[8]"),
     *("--data=DigitsDataModule", "--data.max_samples=64"),
 )
+
+# The options that name a small network, the network, and inputs of it.
+MLP = (
+    *("--network=MultiLayerPerceptron", "--network.widths=[12,12]"),
+    *("--network.in_channels=1", "--network.image_size=8"),
+)
+X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def perceptron(seed: int = 0) -> MultiLayerPerceptron:
+    """Return the network of the options ``MLP``, with weights of a seed."""
+    torch.manual_seed(seed)
+    return MultiLayerPerceptron(widths=(12, 12), in_channels=1, image_size=8).eval()
 
 
 @dataclass

@@ -117,7 +117,6 @@ class CurveShape:
         cka: Linear CKA between these Jacobians, as features of the samples; NaN if one is the same for all samples,
             or for fewer than 4 samples. Shape ``[T, T]``, float64, on the CPU.
         samples: Number of samples of the loss.
-        jacobian_samples: Number of samples of the Jacobians.
         orbit_dimension: Dimension of the symmetry group; None if no symmetry was given.
         recalibrated: Whether batch norm statistics were recomputed at every point.
     """
@@ -127,7 +126,6 @@ class CurveShape:
     cka: Tensor
     probe: Tensor
     samples: int
-    jacobian_samples: int
     orbit_dimension: int | None
     recalibrated: bool
 
@@ -253,7 +251,6 @@ def curve_geometry(
         _alignments(jacobians),
         _probes(jacobians, classes),
         samples,
-        len(chosen),
         None if symmetry is None else symmetry.dimension,
         bool(norms),
     )

@@ -1,6 +1,6 @@
 """Kronecker factored curvature: one block for each parameter tensor, and their sums for the evidence."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -213,22 +213,6 @@ class Factors:
     def __post_init__(self) -> None:
         check_likelihood(self.likelihood)
 
-    def __add__(self, other: "Factors") -> "Factors":
-        """Return the factors of both sets of data together, which are exactly those of their union.
-
-        Raises:
-            ValueError: If they are of different networks or likelihoods.
-        """
-        mine, theirs = self._signature(), other._signature()
-        if mine != theirs:
-            raise ValueError("Only factors of the same network and likelihood can be added.")
-        total = self.samples + other.samples
-        blocks = {
-            name: _united((block, other.blocks[name]), (self.samples / total, other.samples / total))
-            for name, block in self.blocks.items()
-        }
-        return replace(self, blocks=blocks, samples=total, loss_sum=self.loss_sum + other.loss_sum)
-
     def _signature(self) -> tuple[object, ...]:
         return self.outputs, self.likelihood, self.left_out, _shapes(self.blocks)
 
@@ -284,17 +268,6 @@ class Factors:
         return found
 
 
-def _united(blocks: Sequence[KroneckerBlock], shares: Sequence[float]) -> KroneckerBlock:
-    """Return the block of all data from those of parts of them, with the share of the data that each part is."""
-    outs, inners = [block.out_factor for block in blocks], [b.in_factor for b in blocks if b.in_factor is not None]
-    if not inners:
-        return replace(blocks[0], out_factor=torch.stack(outs).sum(0))
-    places = sum(block.places * share for block, share in zip(blocks, shares, strict=True))
-    out = torch.stack([b * (block.places / (places or 1.0)) for b, block in zip(outs, blocks, strict=True)]).sum(0)
-    inner = torch.stack([a * share for a, share in zip(inners, shares, strict=True)]).sum(0)
-    return replace(blocks[0], out_factor=out, in_factor=inner, places=places)
-
-
 def _shapes(blocks: Mapping[str, KroneckerBlock]) -> dict[str, tuple[Any, ...]]:
     """Return the shapes of blocks, for ranks without data; see :func:`_zeros`."""
     return {
@@ -344,7 +317,7 @@ def over_batches_and_ranks(compute: Callable[[], Factors | None], device: torch.
         if ranks() > 1:
             share = 0.0 if mine is None else mine.samples / samples
             every = sum(entry[1] * entry[3][name] for entry in known) / samples
-            # As in _united: a rank's block is one of parts of the data.
+            # A rank's block is one of parts of the data.
             part = 1.0 if block.in_factor is None or mine is None else block.places / (every or 1.0)
             inner = None if block.in_factor is None else summed(block.in_factor * share)
             block = replace(block, out_factor=summed(block.out_factor * part), in_factor=inner, places=every)

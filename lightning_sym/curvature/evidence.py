@@ -14,6 +14,7 @@ from lightning_sym._distributed import ranks
 from lightning_sym.curvature.blocks import CurvatureError, Factors, NonFiniteError, Spectrum
 from lightning_sym.curvature.prior_groups import PriorGroups
 
+_NOISE_BOUNDS = (-10.0, 10.0)  # of the log noise
 _CHUNK = 1 << 22  # eigenvalues held in double precision at a time
 
 
@@ -307,11 +308,9 @@ class PrecisionOptimizer:
     Args:
         groups: Names of the groups, in order.
         lr: Learning rate of Adam, > 0.
-        log_precision: Initial value of all log precisions.
         log_noise: Initial log of sigma.
         learn_noise: Whether the noise of a regression is updated as well.
-        bounds: Range of log precisions; they are clamped after each step.
-        noise_bounds: Range of the log noise.
+        bounds: Range of log precisions; they are clamped after each step, and the log noise to (-10, 10).
 
     Attributes:
         log_precisions: Shape ``[G]``, float64.
@@ -334,24 +333,22 @@ class PrecisionOptimizer:
         groups: tuple[str, ...] | list[str],
         *,
         lr: float = 0.1,
-        log_precision: float = 0.0,
         log_noise: float = 0.0,
         learn_noise: bool = False,
         bounds: tuple[float, float] = (-20.0, 20.0),
-        noise_bounds: tuple[float, float] = (-10.0, 10.0),
     ) -> None:
         check_numbers("> 0", of="the precisions", lr=lr)
-        for low, high in (bounds, noise_bounds):
-            if not -700 <= low < high <= 700:
-                raise ValueError(f"bounds of a logarithm must be ascending and within 700 of 0, got {(low, high)}.")
+        low, high = bounds
+        if not -700 <= low < high <= 700:
+            raise ValueError(f"bounds of a logarithm must be ascending and within 700 of 0, got {(low, high)}.")
         if not groups:
             raise ValueError("There are no groups of precisions to learn.")
         self.groups = tuple(groups)
         self.lr = lr
         self.learn_noise = learn_noise
-        self.bounds, self.noise_bounds = bounds, noise_bounds
-        self.log_precisions = torch.full((len(groups),), float(log_precision), dtype=torch.float64).clamp(*bounds)
-        self.log_noise = torch.tensor(float(log_noise), dtype=torch.float64).clamp(*noise_bounds)
+        self.bounds = bounds
+        self.log_precisions = torch.zeros(len(groups), dtype=torch.float64).clamp(*bounds)
+        self.log_noise = torch.tensor(float(log_noise), dtype=torch.float64).clamp(*_NOISE_BOUNDS)
         self._adam = torch.optim.Adam([self.log_precisions, self.log_noise], lr=lr)
 
     def update(self, evidence: Evidence, steps: int = 20, lr: float | None = None) -> None:
@@ -386,7 +383,7 @@ class PrecisionOptimizer:
             )
             self._adam.step()
             self.log_precisions.clamp_(*self.bounds)
-            self.log_noise.clamp_(*self.noise_bounds)
+            self.log_noise.clamp_(*_NOISE_BOUNDS)
         self._adam.zero_grad()
         if ranks() > 1:
             self._broadcast(evidence.device)

@@ -46,14 +46,11 @@ class FoundPoint:
         label: Text in the legend; may be mathtext, as ``r"$\theta_0$"``.
         coefficients: Where it is, in coordinates of the plane (of the embedding, in :func:`embedding`). Shape ``[m]``.
         loss: Its own J, >= 0; NaN leaves it out of the legend.
-        residual: Its distance from the plane, >= 0. A point off the plane is a projection: drawn hollow, and the
-            legend says how far off it is.
     """
 
     label: str
     coefficients: ArrayLike
     loss: float
-    residual: float = 0.0
 
 
 def checked(name: str, values: ArrayLike, shape: Sequence[int | None]) -> Values:
@@ -98,26 +95,9 @@ def roots(values: Values, level: float) -> Values:
     return np.where(np.isposinf(scaled), 2.0, np.minimum(scaled, 1e6))
 
 
-def marker(point: FoundPoint, place: int, colors: Sequence[str] = COLORS) -> dict[str, Any]:
-    """Return the arguments of ``Axes.plot`` that draw a found point."""
-    color = colors[place % len(colors)]
-    hollow = point.residual > 0
-    return {
-        "marker": _MARKERS[place % len(_MARKERS)],
-        "markersize": 9,
-        "linestyle": "none",
-        "markerfacecolor": "none" if hollow else color,
-        "markeredgecolor": color if hollow else "white",
-        "markeredgewidth": 2.0 if hollow else 1.3,
-        "path_effects": HALO,
-    }
-
-
 def point_label(point: FoundPoint) -> str:
     """Return the entry of a found point in the legend."""
-    parts = [point.label, f"J = {number(point.loss)}" if np.isfinite(point.loss) else ""]
-    parts.append(f"{number(point.residual)} off the plane" if point.residual > 0 else "")
-    return ", ".join(part for part in parts if part)
+    return f"{point.label}, J = {number(point.loss)}" if np.isfinite(point.loss) else point.label
 
 
 def draw_points(
@@ -140,12 +120,20 @@ def draw_points(
         low, high = np.transpose(ends or [(-np.inf, np.inf)] * dimension)
         inside = np.isfinite(where).all() and (where >= low).all() and (where <= high).all()
         label = point_label(point) + ("" if inside else " (outside)")
-        look = marker(point, place, colors)
+        look: dict[str, Any] = {
+            "marker": _MARKERS[place % len(_MARKERS)],
+            "markersize": 9,
+            "linestyle": "none",
+            "markerfacecolor": colors[place % len(colors)],
+            "markeredgecolor": "white",
+            "markeredgewidth": 1.3,
+            "path_effects": HALO,
+        }
         handles += axes.plot(*([value if inside else np.nan] for value in where), label=label, zorder=10, **look)
     return handles
 
 
-def finish(figure: Figure, handles: Sequence[Artist], title: str, warning: str | None) -> None:
+def finish(figure: Figure, handles: Sequence[Artist], title: str, warning: str | None = None) -> None:
     """Put a legend below all axes, the title above and the warning in red below it; the layout leaves room for all."""
     if handles:
         put_legend(figure, handles, [str(handle.get_label()) for handle in handles])

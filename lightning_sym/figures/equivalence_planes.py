@@ -38,14 +38,14 @@ def loss_surface(
     points: Sequence[FoundPoint],
     scale: Scale,
     *,
-    clip: float | None = None,
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
     """Draw J over a plane as a surface, linear in J, with the found points at the height of their J.
 
     The surface is seen from where it hides the fewest of them. J grows without bound away from the class, so it is
-    cut off at ``clip``, which the vertical label says; the rim is drawn. Between grid points sqrt(J) is interpolated
+    cut off at the largest of: twice the larger of J0 and V, 1.2 times the largest J of a found point, and the lower
+    quartile of the plane. The vertical label says where; the rim is drawn. Between grid points sqrt(J) is interpolated
     linearly.
 
     Args:
@@ -53,8 +53,6 @@ def loss_surface(
         axis: Coordinates of both axes, ascending. Shape ``[n]``.
         points: Found points with two coefficients; the first is the centre.
         scale: J0 and V, marked on the colour bar.
-        clip: Where to cut, > 0; None for the largest of: twice the larger of J0 and V, 1.2 times the largest J of a
-            found point, and the lower quartile of the plane.
         title: Above the figure.
         warning: Below the title in red.
 
@@ -62,15 +60,14 @@ def loss_surface(
         The figure.
 
     Raises:
-        ValueError: If shapes do not fit, the axis does not ascend, or ``clip`` is not positive.
+        ValueError: If shapes do not fit, or the axis does not ascend.
 
     References:
         Lengyel et al. (2020), GENNI, figure 1 (left).
     """
     grid, places = shared.checked_grid(values, axis, 2)
     finite = grid[np.isfinite(grid)]
-    clip = _height(finite, points, scale) if clip is None else clip
-    check_numbers("> 0", clip=clip)
+    clip = _height(finite, points, scale)
     top = min(clip, float(finite.max(initial=0))) or clip
     figure, (axes,) = shared.solids(8.2, 6.2)
     cells = np.linspace(places[0], places[-1], _FINE + 1)
@@ -221,7 +218,6 @@ def class_stack_figure(
     *,
     epsilon: float | None = None,
     title: str = "",
-    warning: str | None = None,
 ) -> Figure:
     """Draw J of neighbouring classes over the same plane as small multiples, with one scale of colours.
 
@@ -231,7 +227,6 @@ def class_stack_figure(
         axis: Coordinates of both axes, ascending. Shape ``[n]``.
         epsilon: Where J is this, a line is drawn; > 0.
         title: Above the figure.
-        warning: Below the title in red.
 
     Returns:
         The figure.
@@ -254,7 +249,7 @@ def class_stack_figure(
         panel.set_xlabel(_FIRST)
     for panel in small[::columns]:
         panel.set_ylabel(_SECOND)
-    shared.finish(figure, lines, title, warning)
+    shared.finish(figure, lines, title)
     return figure
 
 

@@ -39,24 +39,24 @@ def point_set(
     coefficients: ArrayLike,
     values: ArrayLike,
     epsilon: float,
-    bound: float | tuple[float, float],
+    bound: float,
     points: Sequence[FoundPoint],
     scale: Scale,
     *,
-    most: int = _MOST_POINTS,
     title: str = "",
     warning: str | None = None,
 ) -> Figure:
     """Draw the points of a 3-dimensional grid with J < epsilon, coloured by J, from two sides.
 
+    Beyond 20,000 points, a fixed random choice is drawn; the title has both numbers.
+
     Args:
         coefficients: Coordinates in the plane. Shape ``[k, 3]``.
         values: J; points with J >= epsilon or not finite are left out. Shape ``[k]``.
         epsilon: Bound of the set and end of the colours, > 0.
-        bound: Axes go from minus to plus this, or from the first to the second.
+        bound: Axes go from minus to plus this.
         points: Found points with three coefficients.
         scale: J0 and V, marked on the colour bar (with an arrow where they are beyond epsilon).
-        most: Beyond this many, a fixed random choice is drawn; the title has both numbers.
         title: Above the figure.
         warning: Below the title in red.
 
@@ -75,8 +75,8 @@ def point_set(
     inside = (level < epsilon) & np.isfinite(where).all(axis=1)
     smallest = level[np.isfinite(level)].min(initial=np.inf)
     where, level = where[inside], level[inside]
-    chosen = _thinned(len(where), most)
-    ends = bound if isinstance(bound, tuple) else (-bound, bound)
+    chosen = _thinned(len(where), _MOST_POINTS)
+    ends = (-bound, bound)
     figure, views = _two_views(6, ends)
     handles: list[Artist] = []
     for axes in views:
@@ -229,7 +229,6 @@ def betti_curve(
     marks: Mapping[str, float],
     *,
     title: str = "",
-    warning: str | None = None,
 ) -> Figure:
     """Draw numbers of connected components and holes of the set J < epsilon against epsilon, with exact thresholds.
 
@@ -238,7 +237,6 @@ def betti_curve(
         numbers: Counts by name, for example ``"pieces"``; each of length ``E``.
         marks: Names and values of epsilon where theory predicts a change; vertical lines.
         title: Above the figure.
-        warning: Below the title in red.
 
     Returns:
         The figure.
@@ -272,7 +270,7 @@ def betti_curve(
         axes.set_ylim(-0.15, highest + 0.6)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)
-    shared.finish(figure, axes.get_legend_handles_labels()[0], title, warning)
+    shared.finish(figure, axes.get_legend_handles_labels()[0], title)
     return figure
 
 
@@ -286,7 +284,6 @@ def search_curves(
     *,
     levels: Mapping[str, float],
     title: str = "",
-    warning: str | None = None,
 ) -> Figure:
     """Draw J of all candidates of a search over its steps, and where they ended.
 
@@ -302,7 +299,6 @@ def search_curves(
         scale: J0 and V, drawn as lines.
         levels: Names and values of J of the bad minima, drawn as lines on the right.
         title: Above the figure.
-        warning: Below the title in red.
 
     Returns:
         The figure.
@@ -343,7 +339,7 @@ def search_curves(
     left.set_xlim(times[0], times[-1] if times[-1] > times[0] else times[0] + 1)
     left.grid(alpha=0.25)
     _outcomes(right, last, kept, scale, levels)
-    shared.finish(figure, handles, title, warning)
+    shared.finish(figure, handles, title)
     return figure
 
 

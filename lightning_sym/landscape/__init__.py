@@ -27,7 +27,6 @@ from lightning_sym.landscape.pruning import PruningStep as PruningStep
 from lightning_sym.landscape.pruning import rashomon_pruning as rashomon_pruning
 from lightning_sym.landscape.quotient import OrbitDistances as OrbitDistances
 from lightning_sym.landscape.quotient import canonical_vectors as canonical_vectors
-from lightning_sym.landscape.quotient import function_distances as function_distances
 from lightning_sym.landscape.quotient import orbit_distances as orbit_distances
 from lightning_sym.landscape.scale import FunctionScale as FunctionScale
 from lightning_sym.landscape.scale import Resolution as Resolution

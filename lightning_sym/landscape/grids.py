@@ -5,8 +5,8 @@ import math
 import pickle
 import time
 import zipfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import gathered, ranks, summed, together
 from lightning_sym._files import write_atomically
 from lightning_sym.landscape.evaluation import LossSurface
@@ -34,8 +34,8 @@ class Grid:
 
     Args:
         dimension: Number m of axes, >= 1.
-        points: Per axis, >= 2. With an odd number a symmetric grid has the centre of the plane as a point.
-        bound: Half of the side, > 0, or the two ends of every axis.
+        points: Per axis, >= 2. With an odd number the grid has the centre of the plane as a point.
+        bound: Half of the side, > 0.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -51,22 +51,17 @@ class Grid:
 
     dimension: int
     points: int
-    bound: float | tuple[float, float]
-    ends: tuple[float, float] = field(init=False)
+    bound: float
 
     def __post_init__(self) -> None:
         check_integers(of="a grid", dimension=self.dimension)
         check_integers(2, of="a grid", points=self.points)
-        pair = self.bound if isinstance(self.bound, Sequence) else (-self.bound, self.bound)
-        if len(pair) != 2 or not all(math.isfinite(end) for end in pair) or not pair[0] < pair[1]:
-            raise ValueError(f"bound of a grid must be a number > 0 or two rising numbers, got {self.bound!r}.")
-        object.__setattr__(self, "ends", (float(pair[0]), float(pair[1])))
+        check_numbers("> 0", of="a grid", bound=self.bound)
 
     @property
     def axis(self) -> Tensor:
         """The coefficients along every axis, rising, shape [points], float64."""
-        low, high = self.ends
-        return low + torch.arange(self.points, dtype=torch.float64) / (self.points - 1) * (high - low)
+        return torch.arange(self.points, dtype=torch.float64) / (self.points - 1) * (2 * self.bound) - self.bound
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +76,7 @@ class Grid:
     @property
     def spacing(self) -> float:
         """The distance of neighbours along an axis."""
-        return (self.ends[1] - self.ends[0]) / (self.points - 1)
+        return 2 * self.bound / (self.points - 1)
 
     def coefficients(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the coefficients of points.
@@ -116,7 +111,7 @@ class Grid:
         Raises:
             ValueError: If the shape is wrong.
         """
-        places = (as_exact(coefficients, self.dimension, "coefficients") - self.ends[0]) / self.spacing
+        places = (as_exact(coefficients, self.dimension, "coefficients") + self.bound) / self.spacing
         inside = ((places >= -0.5) & (places <= self.points - 0.5)).all(-1, keepdim=True)
         nearest = places.nan_to_num().round().clamp(0, self.points - 1).long()
         return torch.where(inside, nearest, -1)
@@ -327,7 +322,7 @@ def grid_fingerprint(surface: LossSurface, plane: WeightPlane, grid: Grid, below
         chunk, grid and ``below``.
     """
     digest = hashlib.sha256()
-    for text in (*surface.description(), repr((grid.dimension, grid.points, grid.ends)), repr(below)):
+    for text in (*surface.description(), repr((grid.dimension, grid.points, grid.bound)), repr(below)):
         digest.update(text.encode() + b"\0")
     for tensor in (plane.centre, plane.basis, *surface.constants()):
         digest.update(f"{tensor.dtype} {list(tensor.shape)}\0".encode())

@@ -208,14 +208,6 @@ class SGLDSamples:
     localisation: float
     curvature: float
 
-    def regular(self, eigenvalues: Tensor) -> float:
-        r"""Return the expected estimate at a regular point with these step and localisation.
-
-        Args:
-            eigenvalues: Eigenvalues above 0 of the Hessian of J at the start. Any shape.
-        """
-        return expected_energy(eigenvalues, self.inverse_temperature, self.localisation, self.step)
-
 
 def sample_sgld(
     network: nn.Module,

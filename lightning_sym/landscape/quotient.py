@@ -1,7 +1,6 @@
 """Weights up to symmetry: distances to orbits, representatives, the quotient."""
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym._linear_algebra import best_scales
-from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import trainable, weight_tensors, weight_vector
 from lightning_sym.networks.modes import in_precision
 from lightning_sym.symmetry import Call, canonicalize, trace_symmetry, weight_matching
@@ -26,42 +24,6 @@ _COLLINEAR = 1e-9
 # Units have no effect if their outgoing weights, after merging, are smaller than this fraction of all units'.
 _NOTHING = 1e-12
 _FREE = ("scales", "signs")
-
-
-def function_distances(network: nn.Module, vectors: Tensor, inputs: Tensor) -> Tensor:
-    r"""Return the distances of the functions of some weights: the distance of their classes in the quotient.
-
-    See docs/theory/equivalence.md, 6.1.
-
-    :math:`d_{ij} = \sqrt{J}`, with :math:`J = \frac{1}{N} \sum_x \|\phi(x, \theta_i) - \phi(x, \theta_j)\|^2`. It is 0
-    exactly for members of one class (on these inputs), and satisfies the triangle inequality.
-
-    Args:
-        network: The architecture; its own weights do not matter. Evaluated in float64 and evaluation mode.
-        vectors: Shape ``[n, P]``.
-        inputs: Shape ``[N, ...]``.
-
-    Returns:
-        Shape ``[n, n]``, float64, symmetric, 0 on the diagonal.
-
-    Raises:
-        ValueError: If the shapes do not fit.
-
-    Note:
-        ``O(n N K)`` memory for K outputs, and ``O(n^2 N K)`` time.
-
-    Example:
-        >>> network = nn.Linear(3, 2)
-        >>> one = weight_vector(network)
-        >>> function_distances(network, torch.stack([one, one + 1, one]), torch.randn(9, 3))[0, 2].item()
-        0.0
-    """
-    function = NetworkOutputs(network, inputs)
-    vectors = _checked(vectors, len(function.own)).to(function.own)
-    with torch.no_grad():
-        outputs = torch.stack([function(vector).flatten() for vector in vectors])
-    distances = torch.cdist(outputs, outputs, compute_mode="donot_use_mm_for_euclid_dist")
-    return distances / math.sqrt(len(function.inputs))
 
 
 def canonical_vectors(
@@ -139,8 +101,6 @@ def orbit_distances(
     example_input: Any,
     *,
     symmetry: Symmetry | None = None,
-    restarts: int = 1,
-    seed: int = 0,
 ) -> OrbitDistances:
     r"""Return :math:`\inf_g |\theta - g\theta^*|`, the distance of weights from the orbit of a target.
 
@@ -168,8 +128,6 @@ def orbit_distances(
         target: :math:`\theta^*`, shape ``[P]``.
         example_input: As for :func:`lightning_sym.symmetry.trace_symmetry`.
         symmetry: Symmetry of the architecture, if it has been traced already.
-        restarts: Restarts of the matching, for the upper bound.
-        seed: Seed of the matching.
 
     Returns:
         The distances and their kind.
@@ -209,7 +167,7 @@ def orbit_distances(
     for vector, identity in zip(vectors, plain.tolist(), strict=True):
         with unchecked():  # copies of one network
             start = _loaded(exact, vector)
-            match = weight_matching(symmetry, start, reference, refine=True, restarts=restarts, seed=seed)
+            match = weight_matching(symmetry, start, reference, refine=True)
         distances.append(min(match.distance_after, identity))
     return OrbitDistances(torch.tensor(distances, dtype=torch.float64), plain, "upper bound")
 

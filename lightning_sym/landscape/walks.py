@@ -42,11 +42,6 @@ class LevelSetWalk:
     step_sizes: Tensor
     tolerance: float
 
-    @property
-    def displacement(self) -> float:
-        """Distance of the end from the beginning, in weight space."""
-        return float((self.vectors[-1] - self.vectors[0]).norm())
-
 
 class _Point(NamedTuple):
     """A weight vector with all that is needed there."""

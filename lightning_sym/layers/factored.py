@@ -1,7 +1,6 @@
 """The factored fully connected layer: of rank one in space for each pair of channels."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,6 @@ class FactoredFullyConnected(GridLayer):
     Attributes:
         theta1: Shape ``[C', C, S]``.
         theta2: Shape ``[C', C, S']``. Its gradient has this order in memory, so that no step of training copies it.
-            States of version 1, with shape ``[S', C' C]``, are converted when they are loaded.
         b1: Shape ``[C']``, added for every input channel.
         b2: Shape ``[S']``, one map for all output channels.
         grid: ``(H, W)``.
@@ -88,25 +86,10 @@ class FactoredFullyConnected(GridLayer):
         theta1 = torch.empty(out_channels, in_channels, positions)
         theta2 = torch.empty(out_positions, out_channels * in_channels)
         self.theta1 = nn.Parameter(nn.init.uniform_(theta1, -bound1, bound1))
-        nn.init.uniform_(theta2, -bound2, bound2)  # drawn in the order of version 1: seeds keep their networks
-        self.theta2 = nn.Parameter(self._by_pairs(theta2))
+        nn.init.uniform_(theta2, -bound2, bound2)  # drawn in this order, seeds keep the networks of the published runs
+        self.theta2 = nn.Parameter(theta2.mT.reshape(out_channels, in_channels, out_positions).contiguous())
         self.b1 = nn.Parameter(torch.zeros(out_channels))
         self.b2 = nn.Parameter(torch.zeros(out_positions))
-
-    def _by_pairs(self, theta2: Tensor) -> Tensor:
-        """Return theta2 ``[S', C' C]`` as contiguous ``[C', C, S']``."""
-        return theta2.mT.reshape(self.out_channels, self.in_channels, -1).contiguous()
-
-    def upgraded(self, name: str, values: Tensor) -> Tensor:
-        """Return a tensor of a state dict in the present order: theta2 of version 1 is converted, others stay."""
-        old = name == "theta2" and values.shape == (self.theta2.shape[2], self.theta2.shape[:2].numel())
-        return self._by_pairs(values) if old else values
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        theta2 = state_dict.get(f"{prefix}theta2")
-        if isinstance(theta2, Tensor):
-            state_dict[f"{prefix}theta2"] = self.upgraded("theta2", theta2)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``[N, C', H', W']`` for ``[N, C, H, W]``."""

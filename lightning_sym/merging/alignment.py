@@ -108,7 +108,6 @@ def align(
     max_rounds: int = 20,
     scales: bool = True,
     signs: bool = True,
-    balance: bool = True,
     seed: int = 0,
     device: torch.device | str | None = None,
     copies: NetworkFiles | None = None,
@@ -145,7 +144,6 @@ def align(
         max_rounds: Most rounds, >= 1.
         scales: Whether scales may change.
         signs: Whether signs may change.
-        balance: Whether to balance networks for a match; ignored without ``scales``.
         seed: Seed of the order of networks and of groups, and of sketches.
         device: As for :func:`weight_matching`.
         copies: Storage for moved networks, which are on the CPU then; None for memory.
@@ -171,12 +169,8 @@ def align(
     def match(network: nn.Module) -> Match:
         if how == "activations":
             assert batches is not None
-            return activation_matching(
-                symmetry, target, network, batches, scales=scales, signs=signs, balance=balance, seed=seed
-            )
-        return weight_matching(
-            symmetry, target, network, scales=scales, signs=signs, balance=balance, seed=seed, device=device
-        )
+            return activation_matching(symmetry, target, network, batches, scales=scales, signs=signs, seed=seed)
+        return weight_matching(symmetry, target, network, scales=scales, signs=signs, seed=seed, device=device)
 
     def match_in_rounds(mean: nn.Module, start: nn.Module, begin: Element, salt: int) -> Match:
         return weight_matching(
@@ -198,7 +192,7 @@ def align(
         if found.open:
             found.match_all(match, forced=how != "auto")
         if how != "activations" and len(networks) > 2 and max_rounds > 1 and searched & set(found.moved):
-            found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales and balance)
+            found.make_rounds(match_in_rounds, max_rounds, seed, balance=scales)
     return found.alignment()
 
 
@@ -260,7 +254,6 @@ class AlignOptions(TypedDict, total=False):
     max_rounds: int
     scales: bool
     signs: bool
-    balance: bool
     seed: int
     device: torch.device | str | None
     copies: NetworkFiles | None

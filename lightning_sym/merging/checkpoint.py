@@ -246,6 +246,7 @@ class Checkpoint:
                 for name, write in further.items():
                     write(scratch / name)
             return out
+        self.file.stat()  # an error if the folder was removed meanwhile: its other files are copied
         copied = files_beside(self.file.parent)
         with new_folder(out) as scratch:
             write_files(scratch, planned, metadata)
@@ -327,9 +328,9 @@ class Checkpoint:
     def _metadata(self, file: str) -> dict[str, str]:
         """Return the metadata in the header of a file."""
         if self.shards is None:
-            return {}
+            return {"format": "pt"}
         header = next((path for path in self.shards.files if path.name == file), self.shards.files[0])
-        return self.shards.metadata(header)
+        return {**self.shards.metadata[header], "format": "pt"}
 
     def _write_index(self, folder: Path, planned: Mapping[str, Mapping[str, Planned]]) -> str | None:
         """Write the index of several files, and return its name; None for one file."""

@@ -32,7 +32,7 @@ from lightning_sym.merging.result import MergedTensors
 from lightning_sym.merging.sources import Sources
 from lightning_sym.merging.traced import linear_symmetry
 from lightning_sym.models import example_of
-from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import EqualBatches, batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry import Call, Element, trace_symmetry
 from lightning_sym.symmetry.base import Symmetry, unchecked
@@ -196,7 +196,7 @@ def merge_checkpoints(
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = example_in(dtype, inputs)
-    statistics = None if train is None else Inputs(train, dtype, equal=True)
+    statistics = None if train is None else EqualBatches(Inputs(train, dtype))
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
         symmetry, aligned, largest = _alignment_of(
             networks, example, asked, align, align_only, statistics, seed, copies
@@ -351,7 +351,7 @@ def _alignment_of(
     asked: Sources,
     align: How,
     align_only: bool,
-    batches: Inputs | None,
+    batches: Data | None,
     seed: int,
     copies: NetworkFiles,
 ) -> tuple[Symmetry, Alignment, float]:
@@ -388,7 +388,7 @@ def _alignment_of(
     return symmetry, aligned, _check_unchanged(symmetry, aligned, networks)
 
 
-def _recalibrate(network: nn.Module, parents: Sequence[nn.Module], data: Inputs, merged: MergedTensors) -> None:
+def _recalibrate(network: nn.Module, parents: Sequence[nn.Module], data: Data, merged: MergedTensors) -> None:
     """Recompute the statistics of batch norms, or else repair the units of hidden layers."""
     if batch_norms(network):
         recalibrate_batch_norm(network, data)

@@ -22,19 +22,15 @@ class Inputs:
     Args:
         batches: Batches that begin with the inputs.
         dtype: Dtype of floating inputs.
-        equal: Leave out batches smaller than the first: batch norm statistics would give their inputs more weight.
     """
 
-    def __init__(self, batches: Data, dtype: torch.dtype, *, equal: bool = False) -> None:
-        self._batches, self._dtype, self._equal = batches, dtype, equal
+    def __init__(self, batches: Data, dtype: torch.dtype) -> None:
+        self._batches, self._dtype = batches, dtype
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         """Yield the batches in order."""
-        size = None
         for inputs, *others in self._batches:
-            size = len(inputs) if size is None else size
-            if len(inputs) == size or not self._equal:
-                yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
+            yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
 
 
 class _Readable(nn.Module):
@@ -62,7 +58,7 @@ class Evaluation:
     """
 
     data: Inputs
-    statistics: Inputs | None
+    statistics: Data | None
     loss: Loss | None
     points: int
     progress: bool

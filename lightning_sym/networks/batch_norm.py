@@ -4,7 +4,7 @@ The running statistics of a network with interpolated, merged, stitched or round
 :func:`recalibrate_batch_norm` recomputes them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -20,6 +20,25 @@ from lightning_sym.networks.modes import evaluating
 
 class NotFiniteStatisticsError(ValueError):
     """Recomputed batch norm statistics are infinite or NaN."""
+
+
+class EqualBatches:
+    """The batches of the size of the first one: batch norm statistics give every batch the same weight.
+
+    Args:
+        batches: Batches that begin with the inputs; they are read as often as these.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        """Yield the batches in order."""
+        size = None
+        for batch in self._batches:
+            size = size or len(batch[0])
+            if len(batch[0]) == size:
+                yield batch
 
 
 def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:

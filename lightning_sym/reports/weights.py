@@ -116,7 +116,6 @@ def weight_regression_results(
     *,
     title: str,
     about: Mapping[str, Any],
-    seed: int = 0,
 ) -> RunResults:
     """Report predictions of a metric from weights.
 
@@ -126,7 +125,6 @@ def weight_regression_results(
         mean: Mean metric of the training split, the prediction of the constant baseline.
         title: For tables and figures.
         about: Everything needed to make the tables again.
-        seed: Seed of the bootstrap, which draws networks and repeats with replacement.
 
     Raises:
         ValueError: If all targets are equal.
@@ -138,7 +136,7 @@ def weight_regression_results(
         )
     constant = np.full((1, len(targets)), mean)
     arms = [*found, Predictions(CONSTANT, constant, constant)]
-    summary = summary_rows(arms, targets, seed=seed)
+    summary = summary_rows(arms, targets)
     scores = {row["arm"]: row["r2"] for row in summary}
     predictions = [
         {
@@ -171,7 +169,7 @@ def weight_regression_results(
     return REPORT.results(rows, title=title, about=about, notes=notes)
 
 
-def summary_rows(arms: Sequence[Predictions], targets: _Floats, *, seed: int = 0) -> list[dict[str, Any]]:
+def summary_rows(arms: Sequence[Predictions], targets: _Floats) -> list[dict[str, Any]]:
     """Return a row for each arm, with percentile intervals.
 
     All arms share the resampled networks, so that differences between arms have intervals of pairs.
@@ -179,9 +177,8 @@ def summary_rows(arms: Sequence[Predictions], targets: _Floats, *, seed: int = 0
     Args:
         arms: Predictions of each arm.
         targets: Metrics of the networks. Shape ``[N]``.
-        seed: Seed of the bootstrap.
     """
-    source = np.random.default_rng(seed)
+    source = np.random.default_rng(0)
     count = len(targets)
     networks = source.multinomial(count, np.full(count, 1 / count), size=_SAMPLES).astype(np.float64)
     rows, means, spreads = [], {}, {}

@@ -17,9 +17,9 @@ from lightning_sym.networks.modes import PlainDistances
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
+from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
 from lightning_sym.symmetry.tracing.calls import Call, check_arguments
-from lightning_sym.symmetry.tracing.weightless import is_weightless
 from lightning_sym.symmetry.watching import watched
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).
@@ -152,9 +152,7 @@ def local_dimension(
     """
     check_numbers("in (0, 1)", tolerance=tolerance)
     check_integers(max_parameters=max_parameters)
-    symmetry.require(network)
-    if is_weightless(network):
-        raise ValueError("the network holds tensors without values (on meta); expected a network with weights.")
+    require_weights(symmetry, network)
     count = sum(p.numel() for p in network.parameters())
     if count > max_parameters:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Elements applied to checkpoints on disk, shard by shard, with one tensor in memory at a time."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -23,14 +24,14 @@ from lightning_sym._text import nearest
 from lightning_sym.symmetry.proof import all_finite
 from lightning_sym.symmetry.views import NamedTensors
 
-_CHUNK = 1 << 24
 # Names of dtypes in the format.
 _TYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
 }
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 # Dtypes of tensors that elements act on; 16-bit tensors are transformed in single precision.
 _MOVABLE = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,15 +44,13 @@ class Stored:
         file: The file.
         key: Its name there.
         shape: Its shape.
-        begin: Offset of its first byte in the file.
-        end: Offset after its last byte.
+        dtype: Its type.
     """
 
     file: Path
     key: str
     shape: tuple[int, ...]
-    begin: int
-    end: int
+    dtype: torch.dtype
 
 
 class Shards:
@@ -64,6 +63,7 @@ class Shards:
         files: The files, in order.
         index: The index; None for one file.
         tensors: All tensors, by name: file by file, in the order of their bytes.
+        metadata: The metadata in the header of each file.
 
     Raises:
         ValueError: If a file is missing, damaged or no safetensors.
@@ -77,8 +77,10 @@ class Shards:
         placed = {} if self.index is None else read_index(path)
         self.files = [path] if self.index is None else sorted({path.parent / file for file in placed.values()})
         self.tensors: dict[str, Stored] = {}
+        self.metadata: dict[Path, dict[str, str]] = {}
         for file in self.files:
-            for stored in sorted(_read_header(file), key=lambda one: (one.begin, one.end)):
+            self.metadata[file], held = _read_header(file)
+            for stored in held:
                 if stored.key in self.tensors:
                     raise ValueError(f"{file} holds {stored.key}, as {self.tensors[stored.key].file} does.")
                 self.tensors[stored.key] = stored
@@ -91,11 +93,6 @@ class Shards:
         with safe_open(stored.file, "pt") as file:  # type: ignore[no-untyped-call]
             tensor: Tensor = file.get_tensor(stored.key)
         return tensor
-
-    def metadata(self, file: Path) -> dict[str, str]:
-        """Return the metadata in the header of one of the files."""
-        with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
-            return dict(opened.metadata() or {})
 
     def read_all(self) -> dict[str, Tensor]:
         """Return all tensors, by name, as memory maps of the files."""
@@ -128,23 +125,22 @@ def read_index(path: Path) -> dict[str, str]:
     return dict(placed)
 
 
-def _read_header(file: Path) -> list[Stored]:
-    """Check that a file is complete, and list its tensors."""
+def _read_header(file: Path) -> tuple[dict[str, str], list[Stored]]:
+    """Check that a file is complete; return its metadata, and its tensors in the order of their bytes."""
     try:
         with safe_open(file, "pt"):  # type: ignore[no-untyped-call]
             pass  # it checks names, shapes, offsets and the length
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = load_json(opened.read(length))
+        metadata: dict[str, str] = header.pop("__metadata__", {})
+        entries = sorted(header.items(), key=lambda one: one[1]["data_offsets"])
+        return metadata, [Stored(file, key, tuple(one["shape"]), _DTYPES[one["dtype"]]) for key, one in entries]
+    except KeyError as error:
+        raise ValueError(f"{file} holds tensors of type {error}, which torch does not have.") from None
     except (SafetensorError, ValueError) as error:
         said = f"{file} is damaged or no safetensors ({error}); fetch or write it again."
         raise ValueError(other_format(file, SAFETENSORS) or said) from None
-    begin = 8 + length
-    return [
-        Stored(file, key, tuple(entry["shape"]), begin + entry["data_offsets"][0], begin + entry["data_offsets"][1])
-        for key, entry in header.items()
-        if key != "__metadata__"
-    ]
 
 
 class _Weights(NamedTensors):
@@ -257,27 +253,23 @@ def write_moved(
     names = [*target.values(), *([] if shards.index is None else [shards.index.name])]  # readers open the index first
     folder = out.parent if to_file else out
     places = {name: shards.tensors[key] for key, name in reversed(list(named.items()))}
-    order = dict.fromkeys(named[key] for key in shards.tensors if key in named)
+    early: dict[str, Tensor] = {}
+
+    def take(name: str) -> Tensor:
+        while name not in early:
+            early.update([next(results)])
+        return early.pop(name)
+
+    planned: dict[str, dict[str, Planned]] = {file: {} for file in target.values()}
+    for key, stored in shards.tensors.items():
+        name = named.get(key, "")
+        read = functools.partial(take, name) if name in moving else functools.partial(shards.read, stored)
+        shared = name if name in moving else None
+        planned[target[stored.file]][key] = Planned(stored.shape, stored.dtype, read, shared)
+    order = dict.fromkeys(named[key] for tensors in planned.values() for key in _ordered(tensors) if key in named)
+    results = moved(_Weights(shards, {name: places[name] for name in order}))
     with new_folder(folder, names) as scratch:
-        results = moved(_Weights(shards, {name: places[name] for name in order}))
-        written: dict[str, tuple[Path, int]] = {}
-        early: dict[str, Tensor] = {}
-        for file in shards.files:
-            with file.open("rb") as old, (scratch / target[file]).open("xb") as new:
-                _copy(old, new, 8 + int.from_bytes(old.read(8), "little"), begin=0)
-                for stored in (one for one in shards.tensors.values() if one.file == file):
-                    name = named.get(stored.key, "")
-                    begin = new.tell()
-                    if name not in moving:
-                        _copy(old, new, stored.end - stored.begin, begin=stored.begin)
-                    elif name in written:  # tied weights that are stored twice
-                        new.flush()
-                        twin, start = written[name]
-                        with twin.open("rb") as opened:
-                            _copy(opened, new, stored.end - stored.begin, begin=start)
-                    else:
-                        _write(new, _take(results, early, name, stored, shards))
-                        written[name] = (scratch / target[file], begin)
+        write_files(scratch, planned, {target[file]: own for file, own in shards.metadata.items()})
         if shards.index is not None:
             shutil.copyfile(shards.index, scratch / shards.index.name)
     return folder / names[-1]
@@ -418,8 +410,8 @@ def _write_file(
     """Write one file; ``places`` holds file, offset and type of the first tensors with shared names, and grows."""
     if name := next((name for name, own in tensors.items() if own.dtype not in _TYPES), None):
         raise ValueError(f"{name} is of type {tensors[name].dtype}, which files of safetensors do not hold.")
-    header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
-    order, end = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize), 0  # so that each begins at its type
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    order, end = _ordered(tensors), 0
     for name in order:
         begin, end = end, end + tensors[name].size
         header[name] = {
@@ -427,7 +419,7 @@ def _write_file(
             "shape": list(tensors[name].shape),
             "data_offsets": [begin, end],
         }
-    head = json.dumps(header).encode()
+    head = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     file.write(len(head).to_bytes(8, "little") + head)
     for name in order:
@@ -450,28 +442,16 @@ def _write_file(
         _write(file, tensor if is_copy else _fitting(tensor, own.dtype, name))
 
 
+def _ordered(tensors: Mapping[str, Planned]) -> list[str]:
+    """Return the names of tensors in the order of their file, so that each begins at a multiple of its size."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
 def _remove(folders: Iterable[Path]) -> None:
     """Remove empty folders, inner ones first."""
     for path in folders:
         with contextlib.suppress(OSError):  # other processes may have written there
             path.rmdir()
-
-
-def _take(
-    results: Iterator[tuple[str, Tensor]], early: dict[str, Tensor], name: str, stored: Stored, shards: Shards
-) -> Tensor:
-    """Return a transformed tensor in its stored dtype.
-
-    Args:
-        results: The tensors in the order of the file, except that those of one stack follow each other.
-        early: Earlier results that are still to be written. Changed.
-        name: The tensor's name.
-        stored: Its place in the old file.
-        shards: The old files.
-    """
-    while name not in early:
-        early.update([next(results)])
-    return _fitting(early.pop(name), shards.read(stored).dtype, stored.key)
 
 
 def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -488,11 +468,3 @@ def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def _write(file: BinaryIO, tensor: Tensor) -> None:
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     file.write(memoryview(flat))
-
-
-def _copy(old: BinaryIO, new: BinaryIO, size: int, *, begin: int) -> None:
-    old.seek(begin)
-    while size > 0:
-        part = old.read(min(size, _CHUNK))
-        new.write(part)
-        size -= len(part) or size

@@ -102,7 +102,7 @@ def intertwiner_group(
             biases then have its signs as well (see :meth:`IntertwinerGroup.shift`).
 
     Returns:
-        The group; ``measured`` and ``confidence`` describe its origin.
+        The group; ``measured``, ``residual`` and ``margin`` describe its origin.
 
     Raises:
         TypeError: If `activation` is none of these.
@@ -285,7 +285,6 @@ def measure(
     scales = scale_residual < ACCEPT
     (accepted if scales else rejected).append(scale_residual)
 
-    used = y.isfinite() & flipped.isfinite() & scaled[0].isfinite() & scaled[1].isfinite()
     return IntertwinerGroup(
         name,
         positive_scales=scales,
@@ -297,7 +296,6 @@ def measure(
         measured=True,
         residual=max(accepted),
         margin=min(rejected),
-        reach=float(x[used].abs().max()),
     )
 
 

@@ -238,7 +238,6 @@ class IntertwinerGroup:
         measured: Whether :func:`measure` determined the group from values; otherwise it was looked up.
         residual: If measured: the largest relative residual of the accepted identities, < 1e-12.
         margin: If measured: the smallest relative residual of the rejected identities; infinite without any.
-        reach: If measured: the largest ``abs(x)`` of the grid with finite values only.
 
     Raises:
         ValueError: If the settings contradict each other, for example an exponent without positive scales.
@@ -266,7 +265,6 @@ class IntertwinerGroup:
     measured: bool = field(default=False, compare=False)
     residual: float = field(default=0.0, compare=False)
     margin: float = field(default=math.inf, compare=False)
-    reach: float = field(default=math.inf, compare=False)
 
     def __post_init__(self) -> None:
         if self.dense and not (self.positive_scales and self.signs and self.exponent == 1 and not self.even):
@@ -287,32 +285,6 @@ class IntertwinerGroup:
     def doubtful(self) -> bool:
         """Whether an identity was rejected with a residual below 1e-2; the group may then be too small."""
         return self.margin < REJECT
-
-    @property
-    def confidence(self) -> str:
-        """A sentence on the source of the group and its accuracy.
-
-        ``looked up``: a theorem. ``measured``: for each identity (``t = -1``; ``t = 2`` and ``t = 1/pi`` with
-        one exponent) the residual is the largest ``abs(sigma(t x) - c sigma(x))`` relative to the larger of the
-        two terms, over a fixed grid of ``x``; the sentence gives the worst of the accepted ones and the best of
-        the rejected ones. The group is ``doubtful`` if a rejected residual is between 1e-12 and 1e-2: too large for
-        rounding, too small for an identity that clearly fails. Rejection is the safe choice: each element of the
-        group is right, up to the accepted residual, but the group may be too small.
-        """
-        if not self.measured:
-            return "looked up"
-        parts = []
-        if self.positive_scales or self.signs:
-            parts.append(f"the accepted identities hold to {self.residual:.1e}")
-        if self.margin < math.inf:
-            parts.append(f"the rejected ones fail by at least {self.margin:.1e}")
-        text = f"{', '.join(parts)}, for abs(x) up to {self.reach:.0e}"
-        if self.doubtful:
-            return (
-                f"measured, doubtful: {text}; an identity between {ACCEPT:.0e} and {REJECT:.0e} counts as failing, so "
-                "the group is right but may be too small"
-            )
-        return f"measured: {text}"
 
     def sample(
         self, size: int, generator: torch.Generator, scale: float = 0.5, dtype: torch.dtype = torch.float64

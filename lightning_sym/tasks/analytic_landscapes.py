@@ -69,7 +69,7 @@ class AnalyticLandscapesTask(UntrainedTask):
 
     # ---- calibration
 
-    def calibrate(self, inputs: Tensor, progress: Callable[[int, int], None] | None = None) -> list[Calibrated]:
+    def calibrate(self, inputs: Tensor, progress: Callable[[int, int], None]) -> list[Calibrated]:
         """Run the chains of all landscapes; to be called on every process, with the same inputs.
 
         Args:
@@ -86,6 +86,5 @@ class AnalyticLandscapesTask(UntrainedTask):
             landscape.network.to(inputs.device)
             found = landscape.estimate(inputs, seed=self.seed, **self.changes)
             results.append(Calibrated(landscape, found, landscape.exact(inputs, found)))
-            if progress is not None:
-                progress(done + 1, len(self.landscapes))
+            progress(done + 1, len(self.landscapes))
         return results

@@ -138,10 +138,7 @@ class DissectionTask(UntrainedTask):
         return self.zoos[name].numbers[: self.members]
 
     def dissect_all(
-        self,
-        data: ConceptData,
-        device: torch.device,
-        progress: Callable[[int, int], None] | None = None,
+        self, data: ConceptData, device: torch.device, progress: Callable[[int, int], None]
     ) -> list[Dissected]:
         """Dissect all networks in all bases; to be called on every process.
 
@@ -184,8 +181,7 @@ class DissectionTask(UntrainedTask):
                 Dissected(name, number, kind, basis, alpha, one)
                 for (basis, alpha, _), one in zip(bases, found, strict=True)
             ]
-            if progress is not None:
-                progress(done + 1, len(jobs))
+            progress(done + 1, len(jobs))
         return self.results
 
     def best_units(self, data: ConceptData, device: torch.device, *, units: int, images: int) -> list[BestUnit]:

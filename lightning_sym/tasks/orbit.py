@@ -179,9 +179,7 @@ class OrbitTask(UntrainedTask):
 
     # ---- measurements
 
-    def measure_all(
-        self, data: Any, device: torch.device, progress: Callable[[int, int], None] | None = None
-    ) -> list[OrbitPoint]:
+    def measure_all(self, data: Any, device: torch.device, progress: Callable[[int, int], None]) -> list[OrbitPoint]:
         """Measure all arms of all members in all settings; to be called on every process, which share them.
 
         Args:
@@ -197,8 +195,7 @@ class OrbitTask(UntrainedTask):
         for done, (place, (number, arm)) in enumerate(own, 1):
             network = self.model_zoo.load(number).to(device, torch.float64)
             found.append((place, self._measured(network, number, arm, calibration, test)))
-            if progress is not None:
-                progress(done, len(own))
+            progress(done, len(own))
         in_order = sorted(itertools.chain.from_iterable(gathered(found)), key=lambda one: one[0])
         self.results = [point for _, points in in_order for point in points]
         return self.results

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from lightning_sym.landscape.pruning import (
 )
 from lightning_sym.landscape.units import RemovableUnits, Removed, removable_units
 from lightning_sym.networks import Network, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import EqualBatches
 from lightning_sym.networks.narrowing import Axis
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -308,18 +309,12 @@ class RashomonPruning(ZooUserTask):
             inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
             yield self.population.prepared(inputs), targets
 
-    def _equal_batches(self) -> Iterator[Tensor]:
-        """Return the training inputs in batches of one size: statistics weight all batches equally."""
-        batches = (inputs for inputs, _ in self._batches("train"))
-        first = next(batches)
-        return chain([first], (inputs for inputs in batches if len(inputs) == len(first)))
-
     def _measured(self, network: nn.Module, split: Literal["train", "test"]) -> tuple[float, float | None]:
         loss = self.loss if self._overrides_loss else self.loss_function
         return mean_loss(network, self._batches(split), loss)
 
     def _train_loss(self, network: nn.Module) -> float:
-        recalibrate_batch_norm(network, self._equal_batches)
+        recalibrate_batch_norm(network, lambda: EqualBatches(self._batches("train")))
         return self._measured(network, "train")[0]
 
     def _on_test(self, network: nn.Module) -> dict[str, float]:

@@ -42,9 +42,6 @@ from lightning_sym.tasks._stopping import Divergence
 pytestmark = [
     pytest.mark.usefixtures("unproven"),
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
-    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
 ]
 
 # SGD, as Adam's first steps are the signs of gradients, which rounding decides where they are 0.

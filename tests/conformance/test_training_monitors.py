@@ -38,13 +38,7 @@ TABLES = {
 }
 every_monitor = pytest.mark.parametrize("kind", MONITORS, ids=lambda kind: kind.__name__)
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = pytest.mark.long
 
 
 def monitor(kind, **changes):

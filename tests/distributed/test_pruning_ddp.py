@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.ddp,
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
 ]
 # Adam's first steps are the signs of gradients, which rounding decides where they are 0.
 SGD = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)

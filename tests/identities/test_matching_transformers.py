@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from architectures import Logits
 from helpers import one_in
 from torch import nn
 
@@ -25,17 +26,6 @@ from lightning_sym.symmetry.matching.soft_maps import SoftMaps
 pytestmark = pytest.mark.long
 
 EXACT = 1e-8  # relative to the norm of the weights; after gauges found by iteration
-
-
-class Logits(nn.Module):
-    """A language model whose only output are logits."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        return self.model(input_ids=tokens).logits
 
 
 def vision(**options):

@@ -8,9 +8,9 @@ import torch
 from helpers import assert_refused
 from torch import Tensor, nn
 
+from lightning_sym.landscape.outputs import NetworkOutputs
 from lightning_sym.landscape.planes import weight_vector
-from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, function_distances, orbit_distances
-from lightning_sym.landscape.two_unit import slopes
+from lightning_sym.landscape.quotient import OrbitDistances, canonical_vectors, orbit_distances
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.symmetry import trace_symmetry
 
@@ -131,8 +131,9 @@ def test_representatives_are_those_of_orbits(widths: tuple[int, ...], activation
     assert float((vectors - vectors[0]).norm(dim=1)[1:].min()) > 1
     assert float((canonical - canonical[0]).abs().max()) < 1e-10
     assert float((canonical_vectors(network, canonical, EXAMPLE) - canonical).abs().max()) < 1e-10
-    both = torch.cat([vectors, canonical])
-    assert float(function_distances(network, both, EXAMPLE).max()) < 1e-12
+    function = NetworkOutputs(network, EXAMPLE)
+    outputs = torch.stack([function(vector) for vector in (*vectors, *canonical)])
+    assert float((outputs - outputs[0]).abs().max()) < 1e-12
 
 
 def test_the_two_unit_representative_is_that_of_the_class() -> None:
@@ -169,14 +170,3 @@ class Gated(nn.Module):
 def test_merging_is_refused_where_units_do_not_add_up() -> None:
     vectors = torch.tensor([[1.0, 2.0, 1.0, -1.0]], dtype=torch.float64)
     assert_refused(canonical_vectors, Gated(), vectors, torch.ones(3, 1), says="pass merge=False")
-
-
-def test_function_distances_are_those_of_slopes() -> None:
-    vectors = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    moments = torch.stack([side.square().sum() / 21 for side in (LINE[LINE > 0], LINE[LINE < 0])])
-    gaps = slopes(vectors)[:, None] - slopes(vectors)[None]
-    expected = (gaps.square() * moments).sum(-1).sqrt()
-    found = function_distances(TWO, vectors, LINE)
-    assert torch.allclose(found, expected, rtol=1e-6, atol=0)
-    assert torch.equal(found, found.T)
-    assert bool((found[:, None] <= found[:, :, None] + found[None] + 1e-12).all())  # the triangle inequality

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from architectures import Logits
 from helpers import Program, assert_refused, assert_same, of, parameter
 from orbit_laws import (
     assert_dimension_is_the_nullity,
@@ -211,15 +212,6 @@ def test_activations_behind_a_gain_need_the_network_and_squares_have_no_image():
 
 
 # Models of transformers.
-
-
-class Logits(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens):
-        return self.model(input_ids=tokens).logits
 
 
 def small(kind, **settings):

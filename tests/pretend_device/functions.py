@@ -501,7 +501,6 @@ def quotients(side):
     example = side.few[:2]
     traced = side.traced(network, example)
     found = [
-        landscape.function_distances(network, points, side.few),
         *(landscape.canonical_vectors(network, points, example, symmetry=known) for known in (None, traced)),
         *(
             landscape.orbit_distances(network, points, points[0], example, symmetry=known).distances

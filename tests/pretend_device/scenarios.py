@@ -31,6 +31,7 @@ import fits
 import matplotlib as mpl
 import pytest
 import torch
+from architectures import Words
 from fits import Interrupt, fit
 from helpers import assert_same, checked_cards, replace_traces, too_small, write_zoo
 from pytorch_lightning import Callback
@@ -357,17 +358,6 @@ def zoo_of_tensors(folder):
         lambda path: [ZooReport()],
         tokens,
     )
-
-
-class Words(torch.nn.Module):
-    """A mean of the words' vectors."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.output = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 3)
-
-    def forward(self, tokens):
-        return self.output(self.embedding(tokens).mean(1))
 
 
 @scenario

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import OURS
-from commands import call, succeed
+from commands import MLP, X, call, perceptron, succeed
 from fits import descended
 from helpers import assert_refused, one_in, randomize_statistics
 from safetensors.torch import load_file, save_file
@@ -60,13 +60,6 @@ class Tied(nn.Module):
         hidden = self.embed(ids)
         return self.head(hidden + self.down(torch.relu(self.norm(self.up(hidden).mT)).mT))
 """
-MLP = (
-    "--network=MultiLayerPerceptron",
-    "--network.widths=[12,12]",
-    "--network.in_channels=1",
-    "--network.image_size=8",
-)
-X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Named(nn.Sequential):
@@ -78,16 +71,10 @@ class Named(nn.Sequential):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("merge_nets.py").write_text(NETS)
     monkeypatch.delitem(sys.modules, "merge_nets", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def perceptron(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return MultiLayerPerceptron(widths=(12, 12), in_channels=1, image_size=8).eval()
 
 
 def tied(seed: int = 0) -> nn.Module:

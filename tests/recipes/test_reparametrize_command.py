@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision
-from commands import call, succeed
+from commands import MLP, X, call, perceptron, succeed
 from fits import descended
 from helpers import assert_refused
 from safetensors import safe_open
@@ -39,12 +39,6 @@ from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.long
 
-MLP = (
-    "--network=MultiLayerPerceptron",
-    "--network.widths=[12,12]",
-    "--network.in_channels=1",
-    "--network.image_size=8",
-)
 OWN = """
 from lightning_sym.orbit import Objective
 
@@ -55,7 +49,6 @@ class Largest(Objective):
     def __call__(self, view, batch=None):
         return sum(own.abs().pow(self.p).sum() for own in view.values()) ** (1 / self.p)
 """
-X = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 SIZES = {
     **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 14},
     **{"num_key_value_heads": 2, "max_position_embeddings": 16},
@@ -64,14 +57,8 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def perceptron(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return MultiLayerPerceptron(widths=(12, 12), in_channels=1, image_size=8).eval()
 
 
 def as_file(network: nn.Module, name: str) -> str:

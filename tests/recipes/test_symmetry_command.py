@@ -46,7 +46,6 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
 
 @pytest.fixture(autouse=True)
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("symmetry_nets.py").write_text(NETS)
     monkeypatch.delitem(sys.modules, "symmetry_nets", raising=False)

@@ -16,11 +16,7 @@ from lightning_sym.landscape import LossSurface
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import EquivalenceTask
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
-]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,7 @@ from lightning_sym.datamodules import Quadrant
 from lightning_sym.networks import RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.filterwarnings("ignore:(The dirpath has changed from|Checkpoint directory .* is not empty)"),
-]
+pytestmark = pytest.mark.long
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)

@@ -13,7 +13,6 @@ TABLES = ("summary", "steps", "magnitude", "widths")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
-    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
 ]
 
 

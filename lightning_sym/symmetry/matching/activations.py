@@ -296,7 +296,7 @@ def activation_matching(
         undecided |= dict.fromkeys(moments.mixed_orbits, ())
         descent.hold(undecided, {i: {k for pattern in gain.parts for k in pattern} for i, gain in gains.items()})
         descent.improve_alone()
-        for _ in descent.sweeps(torch.Generator().manual_seed(seed), 100):
+        for _ in descent.sweeps(torch.Generator().manual_seed(seed)):
             pass
         identity = {index: Chosen(np.arange(len(groups[index].units)), {}) for index in chosen}
         before, after = (sum(gains[i].of(own[i]) for i in chosen) for own in (identity, chosen))

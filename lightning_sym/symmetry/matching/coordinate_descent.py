@@ -43,6 +43,7 @@ FREEDOM = ("permutations", "blocks", "matrices", "rotations")
 _NEGLIGIBLE = {torch.float64: 1e-12, torch.float32: 1e-7}
 # Least decrease, relative to the squared distance, that justifies another rotation of streams: all else is revisited.
 _WORTH = 5e-3
+_MOST_SWEEPS = 100  # over all groups, in a descent
 _MOST_TURNS = 10  # rotations of streams and cells, before all else is assigned again
 _ROUNDING = 10.0  # rounding between equal networks, in units of machine epsilon relative to their norm
 # If the squared distance exceeds the bound from tensor norms by this factor, networks of one orbit may be unmatched.
@@ -479,7 +480,7 @@ class Descent:
 
     # Sweeps.
 
-    def sweeps(self, generator: torch.Generator, most: int) -> Iterator[float]:
+    def sweeps(self, generator: torch.Generator, most: int = _MOST_SWEEPS) -> Iterator[float]:
         """Sweep over all groups until nothing improves.
 
         Args:
@@ -555,10 +556,10 @@ def descend(
     *,
     restarts: int,
     seed: int,
-    max_sweeps: int,
     initial: Element | None = None,
     known: Element | None = None,
     turned: bool = True,
+    max_sweeps: int = _MOST_SWEEPS,
     progress: bool = False,
 ) -> Descended:
     """Descend several times; for the arguments see :func:`lightning_sym.symmetry.weight_matching`.

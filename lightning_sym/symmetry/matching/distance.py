@@ -47,7 +47,6 @@ def orbit_distance(
     *,
     restarts: int = 1,
     seed: int = 0,
-    max_sweeps: int = 100,
     balance: bool = True,
     signs: bool = True,
     device: torch.device | str | None = None,
@@ -69,7 +68,6 @@ def orbit_distance(
         b: The second network.
         restarts: See :func:`weight_matching`.
         seed: See :func:`weight_matching`.
-        max_sweeps: See :func:`weight_matching`.
         balance: Whether to balance both networks first; otherwise scales are compared unchanged.
         signs: Whether signs are free.
         device: See :func:`weight_matching`.
@@ -85,20 +83,20 @@ def orbit_distance(
         with free scales, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form and
         stays unchanged: a note says so, and the lower bound is 0.
     """
-    check_integers(restarts=restarts, max_sweeps=max_sweeps)
+    check_integers(restarts=restarts)
     check_networks(symmetry, a=a, b=b)
     where = torch.device(device) if device is not None else device_of(a)
     with torch.no_grad():
         compared = comparable(symmetry, a, b, balance=balance)
         descent = Descent(compared, signs=signs, device=where)
-        found = [descend(descent, restarts=restarts, seed=seed, max_sweeps=max_sweeps)]
+        found = [descend(descent, restarts=restarts, seed=seed)]
         both = (descent.target, compared.start(where))
         said = [factor.unbounded(both, balance) for factor in symmetry.factors]
         unknown = any(own for _, own in said)
         hidden = any(factor.hides_units for factor in symmetry.factors)
         elements: list[Element] = []
         if hidden or (balance and descent.suspicious(found[0].element)):
-            found, aligned = with_forms(descent, found[0], seed=seed, max_sweeps=max_sweeps)
+            found, aligned = with_forms(descent, found[0], seed)
             elements = [compared.forth(aligned)]
         upper = math.inf
         for element in [*(own.element for own in found), *elements]:

@@ -105,7 +105,6 @@ def weight_matching(
     restarts: int = 1,
     seed: int = 0,
     initial: Element | None = None,
-    max_sweeps: int = 100,
     balance: bool = True,
     refine: bool = False,
     freedom: Collection[str] = FREEDOM,
@@ -152,7 +151,6 @@ def weight_matching(
             order of the groups differs.
         seed: Seed of the order of groups and of the restarts; no other generator is used or changed.
         initial: The starting point, an element for ``b``; its scales and translations are ignored.
-        max_sweeps: Maximum number of sweeps over all groups in a descent, >= 1.
         balance: Whether to bring both networks to the balanced gauge first; ignored without ``scales``.
         refine: Whether to minimise the distance to ``a`` over all scales at the end, in closed form and one after
             another, and over translations; ignored without ``scales``. Scales with exponents other than +1 and -1 stay
@@ -180,7 +178,7 @@ def weight_matching(
         Ainsworth et al. (2022), "Git Re-Basin: Merging Models modulo Permutation Symmetries", Algorithm 1,
         arXiv:2209.04836. The first pass, scales, signs, blocks, rotations and skipping unchanged groups are added.
     """
-    check_integers(restarts=restarts, max_sweeps=max_sweeps)
+    check_integers(restarts=restarts)
     check_networks(symmetry, a=a, b=b)
     if initial is not None:
         symmetry._own(initial)
@@ -191,7 +189,6 @@ def weight_matching(
     if any(own.freedom not in freedom for own in turning):
         balance = False  # balancing would rotate cells to their principal axes
     where = torch.device(device) if device is not None else device_of(a)
-    options: dict[str, Any] = {"seed": seed, "max_sweeps": max_sweeps}
 
     def matched(b: nn.Module, balance: bool, *, again: bool = False) -> Found:
         gauged = comparable(symmetry, a, b, balance=balance, signs=signs)
@@ -199,14 +196,14 @@ def weight_matching(
         alone: Descended | None = None
         if initial is None and not again and not turning:
             descent = Descent(Comparison(symmetry, a, b), signs=False, device=where, freedom=freedom)
-            alone = found = descend(descent, restarts=restarts, progress=progress, **options)
+            alone = found = descend(descent, restarts=restarts, seed=seed, progress=progress)
         if alone is None or not compared.is_plain or (signs and descent.allow_signs()):
             descent = Descent(compared, signs=signs, device=where, freedom=freedom)
             given = initial, None if alone is None else alone.element
             start, known = (None if own is None else compared.forth(own) for own in given)
-            found = descend(descent, restarts=restarts, initial=start, known=known, progress=progress, **options)
+            found = descend(descent, restarts=restarts, seed=seed, initial=start, known=known, progress=progress)
         doubtful = initial is None and balance and descent.suspicious(found.element)
-        starts, aligned = with_forms(descent, found, **options) if doubtful else ([found], None)
+        starts, aligned = with_forms(descent, found, seed) if doubtful else ([found], None)
         del descent  # with its copy of the network
         ends = [] if alone in (None, found) else [(alone, alone.element)]
         for one in starts:
@@ -264,13 +261,13 @@ def refined(symmetry: Symmetry, a: nn.Module, b: nn.Module, element: Element, de
     return element
 
 
-def with_forms(descent: Descent, found: Descended, **options: Any) -> tuple[list[Descended], Element]:
+def with_forms(descent: Descent, found: Descended, seed: int) -> tuple[list[Descended], Element]:
     """Descend again from aligned canonical forms, as heads hide units until they are aligned.
 
     Args:
         descent: The search.
         found: Its result.
-        **options: Further arguments of :func:`descend`.
+        seed: Seed of the search.
 
     Returns:
         Both results, and the element that aligns the forms.
@@ -278,7 +275,7 @@ def with_forms(descent: Descent, found: Descended, **options: Any) -> tuple[list
     compared = descent.compared
     aligned = form_to_form(descent.symmetry, compared.a, compared.b)
     begin = compared.forth(aligned)
-    return [found, descend(descent, restarts=1, initial=begin, turned=False, **options)], aligned
+    return [found, descend(descent, restarts=1, seed=seed, initial=begin, turned=False)], aligned
 
 
 def nearer(match: Found, forms: Found) -> Found:

@@ -6,7 +6,6 @@ See docs/theory/transformers.md, 2.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -54,21 +53,9 @@ class Folded:
         return np.array([atoms[0] for atoms in self.atoms], np.int64)
 
 
-class Replicas(NamedTuple):
-    """Positions and nesting after each copy of a unit has become a further position of that unit.
-
-    Attributes:
-        positions: The positions of units.
-        nesting: Parents and members of blocks.
-        folded: The copies; None if there are none.
-    """
-
-    positions: Positions
-    nesting: Nesting
-    folded: Folded | None
-
-
-def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> Replicas:
+def fold_replicas(
+    copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes
+) -> tuple[Positions, Nesting, Folded | None]:
     """Fold copies into positions of the units that they copy.
 
     Args:
@@ -76,9 +63,12 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
         positions: The positions of units; copies count as separate units.
         nesting: Parents and members of blocks; copies count as separate units.
         colour: Hash of the positions of each root.
+
+    Returns:
+        The positions of units; parents and members of blocks; and the copies, None if there are none.
     """
     if not copies:
-        return Replicas(positions, nesting, None)
+        return positions, nesting, None
     folded, fixed = _fold(copies, positions, nesting, colour)
     origin, atom, tag = folded.origin, positions.atom, positions.tag  # changed in place to save memory
     held_at = np.flatnonzero((folded.mark > 0)[atom])
@@ -91,7 +81,7 @@ def fold_replicas(copies: Sequence[Copied], positions: Positions, nesting: Nesti
     positions = replace(positions, atom=atom, tag=tag, copy=copy, root=root, fixed=fixed, of_planes=of_planes)
     nesting = Nesting(rising_pairs(*origin[nesting.pairs]), origin[nesting.shared])
     folded.origin = folded.mark = folded.copy = np.zeros(0, np.int64)  # included in positions from now on
-    return Replicas(positions, nesting, folded)
+    return positions, nesting, folded
 
 
 def _fold(copies: Sequence[Copied], positions: Positions, nesting: Nesting, colour: Hashes) -> tuple[Folded, Bools]:

@@ -87,7 +87,7 @@ def test_a_seed_is_refused_unless_numpy_and_lightning_take_it(kind, name, bad):
         *(refused(SimilarityMonitor, sites=sites) for sites in ([], "first", ["a", "a"])),
         refused(SimilarityMonitor, measures=["group", "cosine"], says="cosine"),
         *(refused(SpectrumReport, **{name: 0}) for name in ("steps", "probes", "trace_probes", "train_batches")),
-        *(refused(WalkReport, **bad) for bad in ({"step_size": 0}, {"direction": "back"})),
+        refused(WalkReport, step_size=0),
         refused(ZooReport, rows=-1),
     ],
 )

@@ -21,11 +21,6 @@ from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN
 from lightning_sym.tasks import ZooTask
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The dirpath has changed from"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
-]
-
 SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 
 

@@ -19,12 +19,7 @@ from lightning_sym.datamodules import DigitsDataModule
 from lightning_sym.networks import MultiLayerPerceptron
 from lightning_sym.tasks import EquivarianceTask, ZooTask
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:Total length of `(list|DataLoader)` across ranks is zero"),
-]
+pytestmark = pytest.mark.long
 
 
 OPTIMIZERS = {

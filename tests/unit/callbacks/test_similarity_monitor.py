@@ -187,7 +187,6 @@ class Endless(IterableDataset):
         ({}, plain, lambda: DataLoader(Endless(), 4), ValueError, "validation data, but there are none"),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
 def test_errors_before_training(tmp_path, monitor, task, data, error, says):
     assert_refused(lambda: fit(tmp_path, task(), SimilarityMonitor(**monitor), data=data()), says=says, error=error)
 

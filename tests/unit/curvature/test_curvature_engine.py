@@ -245,7 +245,6 @@ compute = functools.partial(factors, perceptron(), batches())
         refused(compute, engine="autogard", says="Did you mean 'autograd'"),
         refused(compute, samples=0),
         refused(compute, ffc="per-channel", says="Did you mean 'per_channel'"),
-        refused(lambda: compute() + factors(nn.Linear(4, 3), batches()), says="same network"),
         refused(register_layer, int, says="subclasses of nn.Module", error=TypeError),
         refused(lambda: register_layer(Own)(int), says="subclass of Rule", error=TypeError),
     ],

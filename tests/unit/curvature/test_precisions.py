@@ -129,7 +129,7 @@ optimizer, made = PrecisionOptimizer(["a"]), Evidence.of(relaxed(), found, group
         refused(parameter_groups, relaxed(), "per_paths", says="Did you mean 'per_path'"),
         refused(PrecisionOptimizer, ["a"], lr=0),
         refused(PrecisionOptimizer, ["a"], bounds=(2, 1), says="ascending"),
-        refused(PrecisionOptimizer, ["a"], noise_bounds=(-800, 1), says="within 700"),
+        refused(PrecisionOptimizer, ["a"], bounds=(-800, 1), says="within 700"),
         refused(PrecisionOptimizer, [], says="no groups"),
         refused(optimizer.load_state_dict, PrecisionOptimizer(["b"]).state_dict(), says="other groups"),
         refused(optimizer.update, made, says="other groups"),

@@ -7,7 +7,6 @@ from fits import fit
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 # A resumed run writes into the folder of the run that it continues.
-pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 
 def seen(tmp_path, tiny, recorder, *, ckpt_path=None, members=None, saved, **settings):

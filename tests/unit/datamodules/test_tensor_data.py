@@ -313,17 +313,6 @@ def test_another_loss_of_values_is_no_likelihood():
     assert_refused(regressors, loss=mse_loss, prior_precision=1.0, says="SquaredDistance for values")
 
 
-class Words(torch.nn.Module):
-    """A mean of the words' vectors."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.output = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 3)
-
-    def forward(self, tokens):
-        return self.output(self.embedding(tokens).mean(1))
-
-
 def perceptron(outputs):
     return MultiLayerPerceptron([4], in_channels=2, image_size=(7, 1), num_classes=outputs)
 

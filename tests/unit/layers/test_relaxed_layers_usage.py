@@ -26,7 +26,6 @@ from lightning_sym.layers import (
     regular_action,
 )
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.weights import fit_weights
 
 LAYERS = {
     "fully_connected": lambda: FullyConnected(4, 3, (4, 6), (2, 3)),
@@ -73,22 +72,7 @@ def test_outputs_are_new_tensors_without_gaps_and_inputs_stay(layer):
     assert layer(x[:0]).shape == (0, *y.shape[1:])
 
 
-def test_states_of_version_1_of_the_factored_layer_are_converted():
-    layer = FactoredFullyConnected(4, 3, (4, 6), (2, 3))
-    state = layer.state_dict()
-    old = state | {"theta2": state["theta2"].flatten(0, 1).T.contiguous()}  # [S', C' C]
-    other = nn.Sequential(FactoredFullyConnected(4, 3, (4, 6), (2, 3)))
-    other.load_state_dict({f"0.{name}": values for name, values in old.items()})
-    assert old["theta2"].shape == (6, 12)  # the caller's state stays
-    assert torch.equal(other[0].theta2, layer.theta2)
-    # Files of checkpoints and zoos are read another way.
-    found = fit_weights({f"0.{name}": values for name, values in old.items()}, other)
-    assert torch.equal(found["0.theta2"], layer.theta2)
-    with pytest.raises(RuntimeError, match="size mismatch for theta2"):
-        layer.load_state_dict(old | {"theta2": old["theta2"][1:]})
-
-
-def test_seeds_of_version_1_give_the_same_factored_layer():
+def test_a_seed_draws_both_factors_in_order():
     torch.manual_seed(0)
     layer = FactoredFullyConnected(4, 3, (4, 6), (2, 3))
     torch.manual_seed(0)

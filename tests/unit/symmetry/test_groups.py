@@ -106,7 +106,6 @@ def test_measuring_finds_the_row_of_the_table(name):
     assert group.measured
     assert group.residual < EXACT
     assert group.margin > 0.1
-    assert group.reach == pytest.approx(1e30)
     assert not group.doubtful
     affine = measure(FUNCTIONS[name], affine=True)
     assert affine == intertwiner_group(name, affine=True)
@@ -202,7 +201,6 @@ def test_numbers_that_are_measured():
     assert odd_power.exponent == pytest.approx(1 / math.e, abs=1e-13)
     erfc = measure(torch.erfc, affine=True)
     assert (erfc.signs, erfc.offset) == (True, 2.0)
-    assert measure(torch.exp).reach < 710
     assert measure(torch.relu, name="mine").name == "mine"
     assert measure(nn.CELU(2.0)).name == "CELU(alpha=2.0)"
 
@@ -212,13 +210,9 @@ def test_doubt_is_on_the_safe_side_and_said():
     assert nearly == KINDS["positive"]
     assert nearly.doubtful
     assert nearly.margin == pytest.approx(1e-6, rel=0.1)
-    assert "doubtful" in nearly.confidence
-    assert "may be too small" in nearly.confidence
     rounded = measure(lambda x: (x.float().relu() ** 1.5).double())  # float32 inside
     assert rounded == KINDS["perm"]
     assert rounded.doubtful
-    assert intertwiner_group("relu").confidence == "looked up"
-    assert "fail by at least 1.0e+00" in measure(torch.relu).confidence
     # An identity that a kink breaks only at very small or very large numbers.
     assert measure(nn.Softshrink(1e-8)) == measure(nn.Hardtanh(-1e9, 1e9)) == KINDS["odd"]
 

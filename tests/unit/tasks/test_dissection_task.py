@@ -263,7 +263,7 @@ def test_images_without_classes_have_no_selectivity():
         *(refused(DissectionTask, {"a": "b"}, **bad) for bad in ({"members": 0}, {"top": 0.0}, {"least": 1.0})),
         refused(DissectionTask, {"a": "b"}, basis_seed=-1),
         refused(DissectionTask, {"a": "b"}, site={"c": "relu"}, says=["zoo 'c'", "a"]),
-        *(refused(DissectionReport, **bad) for bad in ({"best_units": -1}, {"best_images": 0})),
+        refused(DissectionReport, best_units=-1),
     ],
 )
 def test_settings_out_of_range_are_refused(refusal):

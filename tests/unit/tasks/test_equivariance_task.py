@@ -18,12 +18,6 @@ from lightning_sym.datamodules import Quadrant
 from lightning_sym.networks import Network, RelaxedNetwork
 from lightning_sym.tasks import EquivarianceTask
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-]
-
 
 class Line(Network):
     """One linear map."""

@@ -29,10 +29,7 @@ from lightning_sym.tasks import SimilarityOfZoosTask, SimilarityTask
 from lightning_sym.tasks import similarity as module
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data")
 
 # Sums in float64 of features in float32, of other batches.
 ROUNDING = {"atol": 1e-5, "rtol": 1e-5}

@@ -21,10 +21,7 @@ from lightning_sym.stitching import CutNetwork, GroupMap, Port, StitchingMap
 from lightning_sym.tasks import RotationTask, StitchingTask
 from lightning_sym.zoo import ModelZoo
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data"),
-    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The members of the zoo at .* were trained on other data")
 
 
 digits = functools.partial(fits.digits, batch_size=50, max_samples=300)
