@@ -109,7 +109,6 @@ SINGULAR = "linearly dependent"
 # Networks with a form that depends on the point of the orbit, as their notes say.
 NOT_UNIQUE = {
     "transformers: deepseek_v3",  # a common constant of a buffer that chooses experts
-    *("transformers: swin", "timm: swin"),  # padded windows: what is left of readers along ones has no sign of its own
 }
 EXACT, NO_DISTANCE = 1e-10, 1e-7
 # At another size than the example's these resize their positions, in single precision.

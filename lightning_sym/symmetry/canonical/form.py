@@ -380,6 +380,9 @@ class _Course(Gathered):
         notes = self._ask(factors)
         if whole or not factors or rung != Rung.LAST:
             self._find(behind, whole)
+        if rung == Rung.LAST and factors and whole and any(own.by_signs for own in self._asked):
+            notes = self._ask(factors)
+            self._find(behind, whole)
         self.notes += notes
 
     def _ask(self, factors: Sequence[Factor[Any]]) -> list[str]:

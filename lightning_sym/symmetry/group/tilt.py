@@ -163,10 +163,10 @@ class Tilts(Factor[Vectors]):
         """The gains of the norms."""
         return frozenset(gain for tilt in self.structure.tilts for gain in tilt.gains.values())
 
-    rung, bounded = Rung.IN_TURN, True
+    rung, bounded, by_signs = Rung.IN_TURN, True, True
 
     def canonical(self, state: Gathered) -> Canonical:
-        """Return the maps that make each norm's bias equal its gain, or minus a negative one, among all possible ones.
+        """Return the maps that make each norm's bias equal its gain, among all that the norm's readers leave open.
 
         The matrix M that reads a stream has sums r along its units; afterwards M r is the same for all units, and the
         length of r is their number. A map stays the identity, with a note, if the ratio of bias to gain sums to zero:
@@ -181,10 +181,8 @@ class Tilts(Factor[Vectors]):
                 result.append(torch.zeros(tilt.size, dtype=torch.float64))
             else:
                 size = torch.linalg.vector_norm(total)
-                sign = 1 if tilt.of_stream else total[total.abs().argmax()].sign()
-                if (gain := tilt.gains.get(tilt.moved[0][0])) is not None and float(state.tensors[gain].sum()) < 0:
-                    sign = -sign  # signs are found later, and gains become positive
-                result.append(sign / size - moved @ total / size**2)
+                factor = (1 if tilt.of_stream else total[total.abs().argmax()].sign()) / size
+                result.append(factor - moved @ total / size**2)
         return Canonical({self.name: tuple(result)}, notes)
 
     def unbounded(self, networks: Sequence[Mapping[str, Tensor]], balanced: bool) -> tuple[Sequence[str], bool]:
