@@ -26,8 +26,29 @@ POSITIVE: Mapping[str, Positive] = {
     "exp": Positive(torch.exp, torch.log, lambda u: u),
     "softplus": Positive(nn.functional.softplus, lambda u: u + torch.log(-torch.expm1(-u)), lambda u: -torch.expm1(-u)),
 }
-# A number that is added, one for each element of a vector, or the name of a function onto the positive numbers.
-Chart = float | tuple[float, ...] | str
+
+
+class Identity(NamedTuple):
+    """A multiple of the identity, which a network adds to a matrix, or to the centre of a kernel with further axes."""
+
+    number: float
+    axes: int = 0
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return it with the shape of a tensor (a kernel of single channels has one column)."""
+        (rows, columns), sizes = (
+            tensor.shape[tensor.ndim - 2 - self.axes :][:2],
+            tensor.shape[tensor.ndim - self.axes :],
+        )
+        centre = torch.zeros(sizes, dtype=tensor.dtype, device=tensor.device)
+        centre[tuple(size // 2 for size in sizes)] = self.number
+        unit = torch.eye(rows, dtype=tensor.dtype, device=tensor.device)
+        return (unit if columns > 1 else unit.sum(1, keepdim=True)).view(rows, columns, *[1] * self.axes) * centre
+
+
+# A number that is added, one for each element of a vector, a multiple of the identity, or the name of a function onto
+# the positive numbers.
+Chart = float | tuple[float, ...] | Identity | str
 
 
 class Piece(NamedTuple):
@@ -56,7 +77,7 @@ class Charts(NamedTuple):
 
     Attributes:
         added: For each tensor, the number that the network adds on every read; or one number for each element of a
-            vector; or the name of the function that it applies, of :data:`POSITIVE`.
+            vector, a multiple of the identity, or the name of the function that it applies, of :data:`POSITIVE`.
         pieces: For each parameter that is read piece by piece, all its pieces. The group acts on each piece.
         stacks: For each stack, the tensors of modules that elements exchange. The group acts on the stack.
     """
@@ -193,6 +214,8 @@ def _joined(charts: Charts, owner: str, parts: Mapping[str, Tensor], like: Mappi
 def _in_chart(tensor: Tensor, added: Chart, sign: int = 1) -> Tensor:
     if isinstance(added, str):
         return (POSITIVE[added].function if sign > 0 else POSITIVE[added].inverse)(tensor)
+    if isinstance(added, Identity):
+        return tensor + sign * added.like(tensor)
     if isinstance(added, tuple):
         return tensor + sign * torch.tensor(added, dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
     return tensor + sign * added

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.charts import POSITIVE, Chart
+from lightning_sym.symmetry.charts import POSITIVE, Chart, Identity
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.sums import summed, terms_of
+from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of
 
 aten = torch.ops.aten
+_WINDOW = ("stride", "padding", "dilation")  # arguments of a convolution, from the fourth one
 
 
 def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -36,13 +37,67 @@ def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def read_beside_inputs(r: Rewriter) -> None:
+    """Let the weight W of a layer whose input is added to its output, ``x + W x``, represent the identity plus W."""
+    for weight, name in r.capture.states.items():
+        shown = [own for own in weight.users if r.name(own) in operations(Trait.PERMUTE) and len(r.shape(own)) == 2]
+        readers = [(user, own) for own in (weight, *shown) for user in own.users if user not in shown]
+        sums = [_beside_input(r, *own) for own in readers]
+        if name in r.capture.charts or None in sums or len({own.number for own in sums if own}) != 1:
+            continue
+        for reader in readers:
+            found = _beside_input(r, *reader)  # an earlier change may have replaced its input
+            assert found is not None
+            r.at, own = found.total, found.layer
+            rest = [term for term in terms_of(r, found.total) if term.node not in (found.value, own.node)]
+            new = own.node if own.added else r.insert(aten.neg.default, own.node)
+            r.replace(found.total, summed(r, new, rest))
+            r.capture.charts[name] = found.number
+
+
+class _Beside(NamedTuple):
+    """A sum of a layer's output and input, and the multiple of the identity that its weight represents without."""
+
+    number: Identity
+    total: fx.Node
+    value: fx.Node
+    layer: Term
+
+
+def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> _Beside | None:
+    """Return the sum of a layer's output and input; None if there is none."""
+    name, value, own, factor = r.name(layer), layer.args[0] if layer.args else None, layer, 1.0
+    if not name.startswith(("linear", "conv")) or layer.args[1] is not weight or "transpose" in name:
+        return None
+    while len(own.users) == 1 and (number := _number_of(r, user := next(iter(own.users)))) is not None:
+        own, factor = user, factor * number
+    total = own
+    while len(total.users) == 1 and r.name(user := next(iter(total.users))) in ("add", "sub"):
+        total = user
+    terms = terms_of(r, total)
+    beside = [term for term in terms if term.node is value]
+    mine = [term for term in terms if term.node is own]
+    (rows, columns), sizes = r.shape(weight)[:2], r.shape(weight)[2:]
+    if len(beside) != 1 or len(mine) != 1 or r.shape(value) != r.shape(layer) or r.made_of(value) != "inputs":
+        return None
+    stride, padding, dilation = (argument(layer, at, key, at != 4) for at, key in enumerate(_WINDOW, 3))
+    apart = all(given == 1 or {*given} == {1} for given in (stride, dilation) if sizes)
+    middle = [size // 2 for size in sizes]
+    if columns not in (1, rows) or not apart or any(size % 2 == 0 for size in sizes):
+        return None
+    if sizes and (padding if isinstance(padding, list) else [padding] * len(sizes)) != middle:
+        return None
+    sign = 1 if beside[0].added == mine[0].added else -1
+    return _Beside(Identity(sign / factor, len(sizes)), total, beside[0].node, mine[0])
+
+
 class _Read(NamedTuple):
     """A node that computes ``factor * (w + number)`` from a parameter w; ``part`` is w after casts."""
 
     node: fx.Node
     part: fx.Node
     factor: float
-    number: float
+    number: float | Identity
 
 
 def read_as_sums(r: Rewriter) -> None:
@@ -167,19 +222,44 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
         return _Read(user, part, -factor, number)
     if name in operations(Trait.CAST):
         return _Read(user, user if (factor, number) == (1.0, 0.0) else part, factor, number)
-    if name not in ("add", "sub", "rsub", "mul") or value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
+    if (
+        name not in ("add", "sub", "rsub", "mul", "div")
+        or value.dtype != old.dtype
+        or argument(user, 2, "alpha", 1) != 1
+    ):
         return None
     first = user.args[0] is here.node
-    other = _number(r, user.args[1 if first else 0])
-    if other is None or not factor:
+    given = user.args[1 if first else 0]
+    other = _number(r, given)
+    if (
+        other is None
+        and number == 0.0
+        and name not in ("mul", "div")
+        and factor
+        and (other := _multiple(r, given)) is not None
+    ):
+        sign, factor = (-1 if name == "sub" and first else 1), -factor if name != "add" and not first else factor
+        return _Read(user, part, factor, Identity(sign * other / factor))
+    if other is None or not factor or isinstance(number, Identity):
         return None
-    if name == "mul":
-        return _Read(user, part, factor * other, number)
+    if name == "div" and not (first and other):
+        return None
+    if name in ("mul", "div"):
+        return _Read(user, part, factor * other if name == "mul" else factor / other, number)
     if name == "rsub" or (name == "sub" and not first):
         factor = -factor
     elif name == "sub":
         other = -other
     return _Read(user, part, factor, number + other / factor)
+
+
+def _multiple(r: Rewriter, item: object) -> float | None:
+    """Return the number n if a constant is n times an identity matrix; else None."""
+    value = r.constant(item)
+    if value is None or value.ndim != 2 or len(value) != value.shape[1] or not len(value):
+        return None
+    number = float(value[0, 0])
+    return number if number and torch.equal(value, number * torch.eye(len(value), dtype=value.dtype)) else None
 
 
 def read_behind_layers(r: Rewriter) -> None:

@@ -64,7 +64,13 @@ from lightning_sym.symmetry.tracing.bilinear import (
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
-from lightning_sym.symmetry.tracing.charts import factored, read_as_gains, read_as_sums, read_behind_layers
+from lightning_sym.symmetry.tracing.charts import (
+    factored,
+    read_as_gains,
+    read_as_sums,
+    read_behind_layers,
+    read_beside_inputs,
+)
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     einsum,
@@ -130,6 +136,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
+    read_beside_inputs(rewriter)
     read_as_sums(rewriter)
     read_behind_layers(rewriter)
     read_as_gains(rewriter)
