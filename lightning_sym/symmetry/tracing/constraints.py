@@ -221,7 +221,7 @@ class Constraints:
             self.apart += int(apart.sum())
             met, why = np.r_[one.atom[apart], two.atom[apart]], "combines units at different positions"
             self.fix_units(met, counted(why, one.atom[apart], "place"))
-        different = one.atom != two.atom
+        different = (one.atom != two.atom) & ~apart  # fixed units remain different ones, each with its own members
         if different.any():
             pair = one.atom[different], two.atom[different]
             (self.contracted if contracted else self.merges).append(pair)
