@@ -290,7 +290,7 @@ def read_behind_layers(r: Rewriter) -> None:
 
 
 class _Offsets:
-    """The numbers that readers add to the outputs of a layer.
+    """The numbers, or constants, that readers add to the outputs of a layer.
 
     Attributes:
         numbers: The number for each output; NaN if unread.
@@ -310,7 +310,7 @@ class _Offsets:
             for user in own.users:
                 if user.target is operator.getitem or self._moves(user, own):
                     left.append(user)
-                elif self._added(user, own):
+                elif bool((self._added(user, own) != 0).any()):
                     return True
         return False
 
@@ -338,24 +338,24 @@ class _Offsets:
         return self.r.name(user) in operations(Trait.MOVE) and user.all_input_nodes == [value] and user.args[0] is value
 
     def _read(self, user: fx.Node, value: fx.Node, places: Tensor) -> bool:
-        number = self._added(user, value)
-        if number:
+        number = self._added(user, value).expand(places.shape)
+        if bool((number != 0).any()):
             self.sums.append((user, value))
-        at: Tensor = torch.unique(places)  # type: ignore[no-untyped-call]
-        known = self.numbers[at]
-        self.numbers[at] = number
-        return bool((known.isnan() | (known == number)).all())
+        known = self.numbers[places]
+        self.numbers[places] = number
+        return bool((known.isnan() | (known == number)).all()) and torch.equal(self.numbers[places], number)
 
-    def _added(self, user: fx.Node, value: fx.Node) -> float:
-        name = self.r.name(user)
+    def _added(self, user: fx.Node, value: fx.Node) -> Tensor:
+        name, nothing = self.r.name(user), torch.zeros((), dtype=torch.float64)
         if name not in ("add", "sub", "rsub") or user.kwargs or len(user.args) != 2:
-            return 0.0
+            return nothing
         others = [given for given in user.args if given is not value]
         number = _number(self.r, others[0]) if len(others) == 1 else None
+        added = self.r.constant(others[0] if number is None else number) if len(others) == 1 else None
         one, two = user.meta["val"], value.meta["val"]
-        if number is None or one.shape != two.shape or one.dtype != two.dtype:
-            return 0.0
-        return number if name == "add" else -number
+        if added is None or one.shape != two.shape or one.dtype != two.dtype or not added.is_floating_point():
+            return nothing
+        return added.double() if name == "add" else -added.double()
 
     def is_subtracted(self, user: fx.Node, value: fx.Node) -> bool:
         """Whether an operation subtracts a value from a number."""
