@@ -36,14 +36,10 @@ class Identity(NamedTuple):
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return it with the shape of a tensor (a kernel of single channels has one column)."""
-        (rows, columns), sizes = (
-            tensor.shape[tensor.ndim - 2 - self.axes :][:2],
-            tensor.shape[tensor.ndim - self.axes :],
-        )
-        centre = torch.zeros(sizes, dtype=tensor.dtype, device=tensor.device)
-        centre[tuple(size // 2 for size in sizes)] = self.number
-        unit = torch.eye(rows, dtype=tensor.dtype, device=tensor.device)
-        return (unit if columns > 1 else unit.sum(1, keepdim=True)).view(rows, columns, *[1] * self.axes) * centre
+        result = torch.zeros_like(tensor)
+        centre = result[(..., *(size // 2 for size in tensor.shape[tensor.ndim - self.axes :]))]  # type: ignore[index]
+        (centre.diagonal(0, -2, -1) if centre.shape[-1] > 1 else centre).fill_(self.number)
+        return result
 
 
 # A number that is added, one for each element of a vector, a multiple of the identity, or the name of a function onto

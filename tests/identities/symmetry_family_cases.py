@@ -535,7 +535,8 @@ RAMP = torch.linspace(0.5, 2.0, 8)
 
 constants.row("standardised_inputs", UNITS, lambda s, x: s.b(relu(s.a(s.n(x)))),
     n=of(Standardise, RAMP[:5], 1 + RAMP[:5]))
-constants.row("standardised_units", group([6], 6), lambda s, x: s.b(relu(s.c(relu(s.n(s.a(x)))))),
+# The bias absorbs the constants, which hold the units in place.
+constants.row("standardised_units", group([6], 14), lambda s, x: s.b(relu(s.c(relu(s.n(s.a(x)))))),
     n=of(Standardise, RAMP, 1 + RAMP), c=of(L, 8, 6), b=of(L, 6, 2))
 # Frozen statistics hold the units in place and their inputs' scales; gain and bias are free against the next layer.
 constants.row("frozen_statistics", group([], 8), lambda s, x: s.b(relu(F.batch_norm(s.a(x), s.m, s.v, s.gain, s.bias))),

@@ -78,8 +78,7 @@ class Matrix(Factor[Matrices]):
 
     def redundant(self, parameters: Collection[str]) -> int:
         """Return the number of scales that are also among the matrices, if they move parameters only."""
-        cells = zip(self.structure.dense, self._alone(parameters), strict=True)
-        return sum(len(cell) for cell, alone in cells if alone)
+        return sum(len(cell) * own for cell, own in zip(self.structure.dense, self._alone(parameters), strict=True))
 
     def _alone(self, parameters: Collection[str]) -> list[bool]:
         """Return which cells' matrices move parameters only."""

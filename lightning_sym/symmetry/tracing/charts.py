@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.charts import POSITIVE, Chart, Identity
+from lightning_sym.symmetry.tracing.affine.products import listed
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of
+from lightning_sym.symmetry.tracing.sums import Term, multiple_of, number_of, summed, terms_of
 
 aten = torch.ops.aten
-_WINDOW = ("stride", "padding", "dilation")  # arguments of a convolution, from the fourth one
 
 
 def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -42,53 +42,44 @@ def read_beside_inputs(r: Rewriter) -> None:
     for weight, name in r.capture.states.items():
         shown = [own for own in weight.users if r.name(own) in operations(Trait.PERMUTE) and len(r.shape(own)) == 2]
         readers = [(user, own) for own in (weight, *shown) for user in own.users if user not in shown]
-        sums = [_beside_input(r, *own) for own in readers]
-        if name in r.capture.charts or None in sums or len({own.number for own in sums if own}) != 1:
+        found = [_beside_input(r, *own) for own in readers]
+        if name in r.capture.charts or len({own and own[0] for own in found}) != 1 or None in found:
             continue
         for reader in readers:
-            found = _beside_input(r, *reader)  # an earlier change may have replaced its input
-            assert found is not None
-            r.at, own = found.total, found.layer
-            rest = [term for term in terms_of(r, found.total) if term.node not in (found.value, own.node)]
-            new = own.node if own.added else r.insert(aten.neg.default, own.node)
-            r.replace(found.total, summed(r, new, rest))
-            r.capture.charts[name] = found.number
+            if own := _beside_input(r, *reader):  # anew, as an earlier change may have replaced its input
+                r.capture.charts[name], r.at, (layer, *rest) = own[0], own[1], own[2]
+                new = layer.node if layer.added else r.insert(aten.neg.default, layer.node)
+                r.replace(own[1], summed(r, new, rest))
 
 
-class _Beside(NamedTuple):
-    """A sum of a layer's output and input, and the multiple of the identity that its weight represents without."""
+def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> tuple[Identity, fx.Node, list[Term]] | None:
+    """Find a sum of a layer's output and input.
 
-    number: Identity
-    total: fx.Node
-    value: fx.Node
-    layer: Term
-
-
-def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> _Beside | None:
-    """Return the sum of a layer's output and input; None if there is none."""
-    name, value, own, factor = r.name(layer), layer.args[0] if layer.args else None, layer, 1.0
+    Returns:
+        The multiple of the identity that the layer's weight then represents, the sum, and its terms without the input,
+        that of the layer first; None if there is none.
+    """
+    name, own, sizes = r.name(layer), layer, r.shape(weight)
     if not name.startswith(("linear", "conv")) or layer.args[1] is not weight or "transpose" in name:
         return None
-    while len(own.users) == 1 and (number := _number_of(r, user := next(iter(own.users)))) is not None:
+    # The kernel's middle reads the same place, as input and output have one size.
+    steps, middle = argument(layer, 3, "stride", 1), all(size % 2 for size in sizes[2:])
+    if sizes[1] not in (1, sizes[0]) or not middle or (sizes[2:] and {*listed(steps, 1)} != {1}):
+        return None
+    factor, value = multiple_of(r, layer.args[0])
+    while len(own.users) == 1 and (number := number_of(r, user := next(iter(own.users)))) is not None:
         own, factor = user, factor * number
     total = own
     while len(total.users) == 1 and r.name(user := next(iter(total.users))) in ("add", "sub"):
         total = user
-    terms = terms_of(r, total)
-    beside = [term for term in terms if term.node is value]
-    mine = [term for term in terms if term.node is own]
-    (rows, columns), sizes = r.shape(weight)[:2], r.shape(weight)[2:]
+    rest = terms_of(r, total)
+    beside = [(term, number) for term in rest for number, node in [multiple_of(r, term.node)] if node is value]
+    mine = [term for term in rest if term.node is own]
     if len(beside) != 1 or len(mine) != 1 or r.shape(value) != r.shape(layer) or r.made_of(value) != "inputs":
         return None
-    stride, padding, dilation = (argument(layer, at, key, at != 4) for at, key in enumerate(_WINDOW, 3))
-    apart = all(given == 1 or {*given} == {1} for given in (stride, dilation) if sizes)
-    middle = [size // 2 for size in sizes]
-    if columns not in (1, rows) or not apart or any(size % 2 == 0 for size in sizes):
-        return None
-    if sizes and (padding if isinstance(padding, list) else [padding] * len(sizes)) != middle:
-        return None
-    sign = 1 if beside[0].added == mine[0].added else -1
-    return _Beside(Identity(sign / factor, len(sizes)), total, beside[0].node, mine[0])
+    sign = 1 if beside[0][0].added == mine[0].added else -1
+    rest = [term for term in rest if term not in (beside[0][0], mine[0])]
+    return Identity(sign * beside[0][1] / factor, len(sizes) - 2), total, [mine[0], *rest]
 
 
 class _Read(NamedTuple):
@@ -146,7 +137,7 @@ def split_exponentials(r: Rewriter) -> bool:
     changed = False
     for node in [own for own in r.graph.nodes if r.name(own) == "exp"]:
         steps, layer, power = [node], node.args[0], 1.0
-        while isinstance(layer, fx.Node) and (factor := _number_of(r, layer)) is not None:
+        while isinstance(layer, fx.Node) and (factor := number_of(r, layer)) is not None:
             steps, layer, power = [layer, *steps], layer.args[0], power * factor
         bias = argument(layer, 2, "bias") if r.name(layer) in {"linear"} | operations(Trait.CONVOLVE) else None
         way = [layer, *steps]
@@ -165,14 +156,6 @@ def split_exponentials(r: Rewriter) -> bool:
         changed = True
     r.erase_unread()
     return changed
-
-
-def _number_of(r: Rewriter, node: fx.Node) -> float | None:
-    """Return the number by which an operation multiplies its first argument; None for other operations."""
-    if r.name(node) == "neg":
-        return -1.0
-    number = r.number(node.args[1]) if r.name(node) in ("mul", "div") else None
-    return None if not number else number if r.name(node) == "mul" else 1 / number
 
 
 def _positive(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, int]] | None:
@@ -218,39 +201,23 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
     value, old = user.meta.get("val"), here.node.meta["val"]
     if not name or not isinstance(value, Tensor) or value.shape != old.shape:
         return None
-    if name == "neg":
-        return _Read(user, part, -factor, number)
     if name in operations(Trait.CAST):
         return _Read(user, user if (factor, number) == (1.0, 0.0) else part, factor, number)
-    if (
-        name not in ("add", "sub", "rsub", "mul", "div")
-        or value.dtype != old.dtype
-        or argument(user, 2, "alpha", 1) != 1
-    ):
-        return None
     first = user.args[0] is here.node
-    given = user.args[1 if first else 0]
+    if value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
+        return None
+    if first and (by := number_of(r, user)) is not None:
+        return _Read(user, part, factor * by, number)
+    given = user.args[1 if first else 0] if len(user.args) > 1 else None
     other = _number(r, given)
-    if (
-        other is None
-        and number == 0.0
-        and name not in ("mul", "div")
-        and factor
-        and (other := _multiple(r, given)) is not None
-    ):
-        sign, factor = (-1 if name == "sub" and first else 1), -factor if name != "add" and not first else factor
-        return _Read(user, part, factor, Identity(sign * other / factor))
-    if other is None or not factor or isinstance(number, Identity):
+    whole = _multiple(r, given) if other is None and number == 0.0 else None
+    if name == "mul" and other is not None:
+        return _Read(user, part, factor * other, number)
+    if name not in ("add", "sub", "rsub") or not factor or other is whole is None or isinstance(number, Identity):
         return None
-    if name == "div" and not (first and other):
-        return None
-    if name in ("mul", "div"):
-        return _Read(user, part, factor * other if name == "mul" else factor / other, number)
-    if name == "rsub" or (name == "sub" and not first):
-        factor = -factor
-    elif name == "sub":
-        other = -other
-    return _Read(user, part, factor, number + other / factor)
+    factor = -factor if name == "rsub" or (name == "sub" and not first) else factor
+    added = (-1 if name == "sub" and first else 1) * (other if whole is None else whole) / factor  # type: ignore[operator]
+    return _Read(user, part, factor, number + added if whole is None else Identity(added))
 
 
 def _multiple(r: Rewriter, item: object) -> float | None:

@@ -17,11 +17,11 @@ from torch import fx
 from lightning_sym.symmetry.tracing.affine.products import listed
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.contractions import reshaped
-from lightning_sym.symmetry.tracing.nodes import argument, moved, shape_of
+from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
 from lightning_sym.symmetry.tracing.rules import own_operations
-from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of
+from lightning_sym.symmetry.tracing.sums import Term, number_of, summed, terms_of
 
 aten = torch.ops.aten
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -62,7 +62,7 @@ class _Layer:
 
     def holds(self, other: "_Layer") -> bool:
         """Whether another chain's kernel can be a part of this one's."""
-        width = shape_of(self.root)[self.channels] if self.channels is not None else 1
+        width = self.root.meta["val"].shape[self.channels] if self.channels is not None else 1
         return (
             self.order == other.order
             and other.channels in (None, self.channels)
@@ -193,10 +193,10 @@ class _Merger:
             if (edge and (biased or cut)) or ((size > 1 or edge) and (most > 1 or jump > 1)):
                 return False  # beyond the edges of the value, its kernel reads zeros
             layer.window[order[axis]] = most * size, jump * stride, before_it + pad * jump
-        if (axis := self._channels(step)) is not None:
-            if layer.channels not in (None, order[axis]):
+        if (place := self._channels(step)) is not None:
+            if layer.channels not in (None, order[place]):
                 return False
-            layer.channels = order[axis]
+            layer.channels = order[place]
         return layer.channels is None or layer.window[layer.channels] == (1, 1, 0)
 
     def _windows(self, step: fx.Node) -> dict[int, tuple[int, int, int]]:
@@ -206,8 +206,7 @@ class _Merger:
             begin, axis = argument(step, 2, "start") or 0, argument(step, 1, "dim", 0) % len(sizes)
             return {axis: (1, argument(step, 4, "step", 1), -(begin % sizes[axis]))}
         if name in _PADS:
-            widths: Any = step.args[1]
-            return {len(sizes) - 1 - at: (1, 1, width) for at, width in enumerate(widths[::2])}
+            return {len(sizes) - 1 - at: (1, 1, width) for at, width in enumerate(step.args[1][::2])}  # type: ignore
         kernel = self.r.shape(step.args[1])[2:] if name in _CONVOLUTIONS else ()
         given = [argument(step, place, key, 4 - place) for place, key in ((3, "stride"), (4, "padding"))]
         return dict(enumerate(zip(kernel, *(listed(own, len(kernel)) for own in given), strict=bool(kernel)), 2))
@@ -228,12 +227,11 @@ class _Merger:
     def _gain(self, node: fx.Node) -> Any:
         """Return the factor of each channel, or of all, by which a node multiplies; None for other factors."""
         r = self.r
-        if r.name(node) == "neg":
-            return -1.0
+        if number := number_of(r, node) or (r.name(node) == "mul" and r.number(node.args[0])):
+            return number
         (factor,) = (own for own in node.args[:2] if r.made_of(own) != "inputs")
-        if (number := r.number(factor)) is not None:
-            return None if not number else 1 / number if r.name(node) == "div" else number
-        return factor if sum(size > 1 for size in r.shape(factor)) <= 1 else None
+        plain = isinstance(factor, fx.Node) and sum(size > 1 for size in r.shape(factor)) <= 1
+        return factor if plain else None
 
     def _takes_weights(self, layer: _Layer) -> bool:
         """Whether a chain ends with one layer and gains, and its kernel is a parameter without other readers."""
@@ -293,16 +291,14 @@ class _Merger:
             gain, more = self._affine(step)
             if r.name(step) in _LAYERS:
                 own: Any = step.args[1]
+                flat, sizes = reshaped(r, own, [*r.shape(own)[:2], -1]), r.shape(own)[2:]
                 if kernel is not None:
-                    parts = [reshaped(r, each, [*r.shape(each)[:2], -1]) for each in (own, kernel)]
-                    sizes = max(r.shape(own)[2:], r.shape(kernel)[2:], key=lambda each: (math.prod(each), len(each)))
+                    sizes = max(sizes, r.shape(kernel)[2:], key=lambda each: (math.prod(each), len(each)))
+                    parts = [flat, reshaped(r, kernel, [*r.shape(kernel)[:2], -1])]
                     made = r.insert(aten.einsum.default, "omk,mik->oik", parts)
                     own = reshaped(r, made, [*r.shape(made)[:2], *sizes])
                 if bias is not None:
-                    flat = r.insert(
-                        aten.sum.dim_IntList, reshaped(r, step.args[1], [*r.shape(step.args[1])[:2], -1]), [2]
-                    )
-                    bias = r.insert(aten.matmul.default, flat, bias)
+                    bias = r.insert(aten.matmul.default, r.insert(aten.sum.dim_IntList, flat, [2]), bias)
                 kernel, bias = own, self._plus(bias, more)
             elif gain is not None:
                 kernel = self._times(r.hold(unit) if kernel is None else kernel, gain)

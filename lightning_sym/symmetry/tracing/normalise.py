@@ -81,6 +81,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     permuted,
     reshaped,
     shown,
+    split_product,
     stored,
     summed_members,
 )
@@ -575,7 +576,7 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
-    if (flat := joined_flat(r, node)) is not None:
+    if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")
