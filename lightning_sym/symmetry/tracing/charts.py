@@ -75,11 +75,11 @@ def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> tuple[Identit
     rest = terms_of(r, total)
     beside = [(term, number) for term in rest for number, node in [multiple_of(r, term.node)] if node is value]
     mine = [term for term in rest if term.node is own]
-    if len(beside) != 1 or len(mine) != 1 or r.shape(value) != r.shape(layer) or r.made_of(value) != "inputs":
+    if len(mine) != 1 or r.shape(value) != r.shape(layer) or r.made_of(value) != "inputs":
         return None
-    sign = 1 if beside[0][0].added == mine[0].added else -1
-    rest = [term for term in rest if term not in (beside[0][0], mine[0])]
-    return Identity(sign * beside[0][1] / factor, len(sizes) - 2), total, [mine[0], *rest]
+    number = sum(number if term.added == mine[0].added else -number for term, number in beside) / factor
+    rest = [term for term in rest if term is not mine[0] and term not in [own for own, _ in beside]]
+    return (Identity(number, len(sizes) - 2), total, [mine[0], *rest]) if number else None
 
 
 class _Read(NamedTuple):

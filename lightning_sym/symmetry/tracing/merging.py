@@ -135,7 +135,7 @@ class _Merger:
         if r.name(node) not in ("add", "sub"):
             return []
         terms = [term for term in terms_of(r, node) if r.shape(term.node) == r.shape(node)]
-        layers = [own for term in terms if term.added and (own := self._layer(term)) is not None]
+        layers = [own for term in terms if (own := self._layer(term)) is not None]
         for first in sorted(filter(self._takes_weights, layers), key=lambda own: -own.size):
             rest = [self._layer(term, first.root) for term in terms if term is not first.term]
             if others := [own for own in rest if own is not None and first.holds(own)]:
@@ -248,7 +248,7 @@ class _Merger:
         r, parts = self.r, [(own, *self._weights(own, first)) for own in others]
         kernels, biases = [], []
         for layer, kernel, bias in parts:
-            pads, sign = list[int](), 1.0 if layer.term.added else -1.0
+            pads, sign = list[int](), 1.0 if layer.term.added == first.term.added else -1.0
             for axis in first.kernel[::-1]:
                 (size, _, pad), (most, _, before) = layer.window[axis], first.window[axis]
                 pads += [before - pad, most - size - before + pad]
@@ -272,7 +272,7 @@ class _Merger:
         if bias is not None and not carriers:
             sizes = [-1 if own == first.channels else 1 for own in first.order]
             value = r.insert(aten.add.Tensor, value, reshaped(r, bias, sizes))
-        return value
+        return value if first.term.added else r.insert(aten.neg.default, value)
 
     def _hide(self, steps: Sequence[fx.Node], function: Any) -> None:
         """Let names of values that depend on how weights are distributed refer to a function of these."""
