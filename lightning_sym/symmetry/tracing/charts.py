@@ -38,18 +38,18 @@ def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def read_beside_inputs(r: Rewriter) -> None:
-    """Let the weight W of a layer whose input is added to its output, ``x + W x``, represent the identity plus W."""
+    """Let the weight W of a layer whose input is added to its output, ``x + W x``, represent the identity plus W.
+
+    In a recurrence, which reads W again, input and output have the same units, so that the group would not change.
+    """
     for weight, name in r.capture.states.items():
         shown = [own for own in weight.users if r.name(own) in operations(Trait.PERMUTE) and len(r.shape(own)) == 2]
         readers = [(user, own) for own in (weight, *shown) for user in own.users if user not in shown]
-        found = [_beside_input(r, *own) for own in readers]
-        if name in r.capture.charts or len({own and own[0] for own in found}) != 1 or None in found:
-            continue
-        for reader in readers:
-            if own := _beside_input(r, *reader):  # anew, as an earlier change may have replaced its input
-                r.capture.charts[name], r.at, (layer, *rest) = own[0], own[1], own[2]
-                new = layer.node if layer.added else r.insert(aten.neg.default, layer.node)
-                r.replace(own[1], summed(r, new, rest))
+        found = _beside_input(r, *readers[0]) if len(readers) == 1 and name not in r.capture.charts else None
+        if found is not None:
+            r.capture.charts[name], r.at, (layer, *rest) = found
+            new = layer.node if layer.added else r.insert(aten.neg.default, layer.node)
+            r.replace(r.at, summed(r, new, rest))
 
 
 def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> tuple[Identity, fx.Node, list[Term]] | None:
