@@ -131,10 +131,8 @@ class _Merger:
 
     def layers_of(self, node: fx.Node) -> list[_Layer]:
         """Return terms of a sum, of which the first can take up the others' weights; empty if there are none."""
-        r = self.r
-        if r.name(node) not in ("add", "sub"):
-            return []
-        terms = [term for term in terms_of(r, node) if r.shape(term.node) == r.shape(node)]
+        r, terms = self.r, terms_of(self.r, node) if self.r.name(node) in ("add", "sub") else []
+        terms = [term for term in terms if r.shape(term.node) == r.shape(node)]
         layers = [own for term in terms if (own := self._layer(term)) is not None]
         for first in sorted(filter(self._takes_weights, layers), key=lambda own: -own.size):
             rest = [self._layer(term, first.root) for term in terms if term is not first.term]
