@@ -1,7 +1,8 @@
 """Merge linear layers that read one value and whose results are added into the layer with the largest kernel.
 
 Examples: a 3x3 and a 1x1 convolution, each with a batch norm (RepVGG); a layer and two smaller ones in a row (LoRA).
-The merged layer reads its weight only in a sum with the others' weights, which translations then change freely.
+Numbers, gains, permuted axes, crops and zeros at the edges may come between. The merged layer reads its weight only in
+a sum with the others' weights, which translations then change freely.
 """
 
 import contextlib

@@ -36,6 +36,7 @@ Each function has one spelling:
 - heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
   head, stacks. Weights multiplied member by member (experts) stay stacks (docs/theory/intertwiners.md, 2.14).
 - weights of several layers in an array: a product with each part; by hand one product, of whose result parts are read.
+- weights that are sums of bases: ``einsum``; by hand a product with flattened matrices, sums of Kronecker products.
 - rows at constant pairs of positions: ``embedding``; by hand an index.
 - buffer filled, then read: ``cat`` of the parts; by hand writes into slices.
 - attention, gated units: their products, softmaxes, sums (``written_out.py``); by hand one fused operation.
