@@ -362,9 +362,9 @@ TABLES: dict[str, Function] = {
         torch.relu(s.i(x)), own(s.c, s.w))))), samples=90),
     "sum of Kronecker products": Function({"a": parameter(2, 2, 2), "b": parameter(2, 3, 4), "o": of(L, 6, 9)},
         two_inputs(8), 4, each(KRONECKER, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=60),
-    "difference of inputs": Function({"e": of(L, 6, 4), "a": of(L, 16, 5), "o": of(L, 5, 7)}, steps(6, 2), 30, {
+    "difference of inputs": Function({"e": of(L, 6, 4), "a": of(L, 16, 5), "o": of(L, 5, 7)}, steps(6, 2), 25, {
         "cat": lambda s, x: (lambda u, v: s.o(torch.relu(s.a(torch.cat([u, v, u - v, u * v], -1)))))(
-            *torch.relu(s.e(x)).unbind(1))}, samples=90),
+            *torch.tanh(s.e(x)).unbind(1))}, samples=90),
     "identity plus a generated matrix": Function({"e": of(L, 6, 3), "t": of(L, 6, 9), "f": of(L, 3, 5),
         "o": of(L, 5, 7)}, steps(6), 23, {"eye": lambda s, x: s.o(torch.relu(s.f(s.e(x) @ (
             s.t(x.mean(1)).view(-1, 3, 3) + torch.eye(3, dtype=x.dtype)))))}, samples=90),
