@@ -26,8 +26,25 @@ POSITIVE: Mapping[str, Positive] = {
     "exp": Positive(torch.exp, torch.log, lambda u: u),
     "softplus": Positive(nn.functional.softplus, lambda u: u + torch.log(-torch.expm1(-u)), lambda u: -torch.expm1(-u)),
 }
-# A number that is added, one for each element of a vector, or the name of a function onto the positive numbers.
-Chart = float | tuple[float, ...] | str
+
+
+class Identity(NamedTuple):
+    """A multiple of the identity, which a network adds to a matrix, or to the centre of a kernel with further axes."""
+
+    number: float
+    axes: int = 0
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return it with the shape of a tensor (a kernel of single channels has one column)."""
+        result = torch.zeros_like(tensor)
+        centre = result[(..., *(size // 2 for size in tensor.shape[tensor.ndim - self.axes :]))]  # type: ignore[index]
+        (centre.diagonal(0, -2, -1) if centre.shape[-1] > 1 else centre).fill_(self.number)
+        return result
+
+
+# A number that is added, one for each element of a vector, a multiple of the identity, or the name of a function onto
+# the positive numbers.
+Chart = float | tuple[float, ...] | Identity | str
 
 
 class Piece(NamedTuple):
@@ -56,7 +73,7 @@ class Charts(NamedTuple):
 
     Attributes:
         added: For each tensor, the number that the network adds on every read; or one number for each element of a
-            vector; or the name of the function that it applies, of :data:`POSITIVE`.
+            vector, a multiple of the identity, or the name of the function that it applies, of :data:`POSITIVE`.
         pieces: For each parameter that is read piece by piece, all its pieces. The group acts on each piece.
         stacks: For each stack, the tensors of modules that elements exchange. The group acts on the stack.
     """
@@ -193,6 +210,8 @@ def _joined(charts: Charts, owner: str, parts: Mapping[str, Tensor], like: Mappi
 def _in_chart(tensor: Tensor, added: Chart, sign: int = 1) -> Tensor:
     if isinstance(added, str):
         return (POSITIVE[added].function if sign > 0 else POSITIVE[added].inverse)(tensor)
+    if isinstance(added, Identity):
+        return tensor + sign * added.like(tensor)
     if isinstance(added, tuple):
         return tensor + sign * torch.tensor(added, dtype=tensor.dtype, device=tensor.device).view(tensor.shape)
     return tensor + sign * added

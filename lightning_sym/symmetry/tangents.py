@@ -115,7 +115,7 @@ def tangents_at(symmetry: Symmetry, network: nn.Module) -> OrbitTangents:
         vectors = (sparse.diags(np.concatenate([*each])) @ vectors).tocsc()
     statistics = structure.idle - symmetry.parameter_names
     twice = counted_twice(structure, symmetry.shapes, statistics) if statistics else symmetry._counted_twice
-    twice += sum(factor.redundant for factor in symmetry.factors)
+    twice += sum(factor.redundant(parameters) for factor in symmetry.factors)
     count = symmetry.dimension + symmetry.buffer_dimension - vectors.shape[1] + twice
     lengths = np.sqrt(np.asarray(vectors.multiply(vectors).sum(0)).ravel())
     alive = lengths > _DEPENDENT * max(float(lengths.max(initial=0.0)), 1e-300)

@@ -149,7 +149,8 @@ def trace_symmetry(
         if known is not None and sums:
             exchanged, known = known.exchanged_norms, derive(captures)
             known.exchanged_norms = exchanged
-            lost = [own for own in sums if own not in sums_of_layers(captures)]
+            left = sums_of_layers(captures)
+            lost = [own for own in sums if own not in left]
             stacked, trace.stacked = trace.stacked, ()
             if lost and derive(apart).dimension > known.dimension:
                 known.notes += (_EXCHANGED.format(lost[0]),)

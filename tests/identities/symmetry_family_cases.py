@@ -514,7 +514,7 @@ constants.row("different_factors", group([], 8), lambda s, x: s.b(relu(s.a(x)) *
 constants.row("equal_factors", UNITS, lambda s, x: s.b(relu(s.a(x)) * s.k), k=Fixed(lambda: torch.full((8,), 2.0)))
 constants.row("two_factors", group([4, 4], 8), lambda s, x: s.b(relu(s.a(x)) * s.k),
     k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
-constants.row("two_summands", group([4, 4]), lambda s, x: s.b(relu(s.a(x) + s.k)),
+constants.row("two_summands", UNITS, lambda s, x: s.b(relu(s.a(x) + s.k)),
     k=Fixed(lambda: torch.tensor([1.0, 3.0] * 4)))
 constants.row("one_factor_for_all", UNITS, lambda s, x: s.b(relu(s.a(x)) * s.k), k=Fixed(lambda: torch.tensor(3.0)))
 constants.row("one_summand_for_all", group([8], 8), lambda s, x: s.b(relu(s.a(x) + s.k)),
@@ -535,7 +535,8 @@ RAMP = torch.linspace(0.5, 2.0, 8)
 
 constants.row("standardised_inputs", UNITS, lambda s, x: s.b(relu(s.a(s.n(x)))),
     n=of(Standardise, RAMP[:5], 1 + RAMP[:5]))
-constants.row("standardised_units", group([6], 6), lambda s, x: s.b(relu(s.c(relu(s.n(s.a(x)))))),
+# The bias absorbs the means; the deviations hold the units in place.
+constants.row("standardised_units", group([6], 14), lambda s, x: s.b(relu(s.c(relu(s.n(s.a(x)))))),
     n=of(Standardise, RAMP, 1 + RAMP), c=of(L, 8, 6), b=of(L, 6, 2))
 # Frozen statistics hold the units in place and their inputs' scales; gain and bias are free against the next layer.
 constants.row("frozen_statistics", group([], 8), lambda s, x: s.b(relu(F.batch_norm(s.a(x), s.m, s.v, s.gain, s.bias))),
@@ -615,9 +616,9 @@ constants.row("fixed_embedding", group([8], 8), lambda s, i: s.b(relu(s.a(F.embe
 def filtered_image(s, x):
     return s.b(relu(s.a(F.conv2d(x.flatten(0, 1)[:, None], s.k, padding=1).unflatten(0, x.shape[:2]).squeeze(2))))
 
-# A constant on half of the units: those with a zero could keep their scales, but only values tell.
-constants.row("summand_on_half_of_the_units", group([4, 4], 4), lambda s, x: s.b(relu(s.a(x) + s.k)),
-    least=group([], 0), k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
+# A constant on half of the units, which the bias absorbs.
+constants.row("summand_on_half_of_the_units", UNITS, lambda s, x: s.b(relu(s.a(x) + s.k)),
+    k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))
 # The masked units are never read; the rest is as without the mask.
 constants.row("units_masked_by_a_constant", group([4], 4), lambda s, x: s.b(relu(s.a(x)) * s.k),
     spare=[group([4], 4), group([4], 4, 4)], k=Fixed(lambda: torch.tensor([0.0, 1.0] * 4)))

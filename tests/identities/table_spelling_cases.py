@@ -224,6 +224,13 @@ CLASSES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
 }
 
 
+def soft_experts(s: Any, x: Tensor) -> Tensor:
+    """Let each expert process mixtures of the tokens, and each token read a mixture of the results (Soft MoE)."""
+    scores = torch.einsum("bmd,dnp->bmnp", x, s.p)
+    hidden = F.gelu(torch.einsum("bmd,bmnp,ndh->bnph", x, scores.softmax(1), s.u))
+    return s.o(torch.einsum("bnph,nho,bmnp->bmo", hidden, s.v, scores.flatten(2).softmax(-1).view_as(scores)))
+
+
 def pairs(samples: int) -> tuple[Tensor, ...]:
     return torch.arange(samples) % 6, torch.arange(samples) // 6 % 5
 
@@ -239,7 +246,35 @@ LOW_RANK: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "turned": lambda s, x: x @ (s.w.T + s.a.T @ s.b.T),
     "layers": lambda s, x: F.linear(x, s.w) + F.linear(F.linear(x, s.a), s.b),
     "products": lambda s, x: x @ s.w.T - (x @ s.a.T) @ -s.b.T,
+    "numbers": lambda s, x: F.linear(x, s.w) + 2 * F.linear(F.linear(x, s.a) / 2, s.b),
+    "turned kernels": lambda s, x: (F.conv1d(x.mT, s.w[..., None]) + F.conv1d(F.conv1d(x.mT, s.a[..., None] / 3),
+        s.b[..., None]) * 3).mT,
 }  # fmt: skip
+# Kernels whose window is a part of another one's, in images of 5 x 5 of which the edges are cut off.
+WINDOWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "cut": lambda s, x: F.conv2d(x, s.w) + F.conv2d(x, s.v)[..., 1:-1, 1:-1],
+    "cut before": lambda s, x: F.conv2d(x, s.w) + F.conv2d(x[..., 1:-1, 1:-1], s.v),
+    "padded": lambda s, x: F.conv2d(x, s.w + F.pad(s.v, (1, 1, 1, 1))),
+    "channels last": lambda s, x: F.conv2d(x, s.w) + F.linear(x.permute(0, 2, 3, 1), s.v[..., 0, 0]).permute(0, 3, 1,
+        2)[..., 1:-1, 1:-1],
+}  # fmt: skip
+# A linear branch beside its input: the identity plus its weight is any matrix.
+BESIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "sum": lambda s, h: h + F.linear(h, s.w),
+    "numbers": lambda s, h: h / 4 - F.linear(-h / 2, s.w) * 2 + h * 0.75,
+    "identity": lambda s, h: F.linear(h, s.w + torch.eye(4, dtype=h.dtype)),
+    "product": lambda s, h: h + h @ s.w.T,
+}
+# Weights that are sums of a few bases, and of a few Kronecker products.
+BASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flattened": lambda c, w: (c @ w.flatten(1)).view(4, 3, 5),
+    "einsum": lambda c, w: torch.einsum("rk,kio->rio", c, w),
+    "tensordot": lambda c, w: torch.tensordot(c, w, 1),
+}
+KRONECKER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "kron": lambda s, x: F.linear(x, sum(torch.kron(s.a[at], s.b[at]) for at in range(2))),
+    "einsum": lambda s, x: torch.einsum("nij,nkl,bjl->bik", s.a, s.b, x.view(-1, 2, 4)).flatten(1),
+}
 DIRECTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "norm": lambda s, x: F.linear(x, s.m[:, None] * (v := s.w + s.b @ s.a) / v.norm(dim=1, keepdim=True)),
     "normalize": lambda s, x: s.m * F.linear(x, F.normalize(s.w + s.b @ s.a)),
@@ -317,6 +352,26 @@ TABLES: dict[str, Function] = {
         bias=False), "d": of(nn.Conv1d, 3, 3, 1, bias=False), "o": of(nn.Conv1d, 3, 5, 1)} | {
         name: of(nn.BatchNorm1d, 3) for name in "npq"}, steps(6, 4), 24,
         each(ADDED, lambda own: lambda s, x: s.o(torch.tanh(own(s, torch.tanh(s.i(x)))))), samples=60),
+    "windows inside windows": Function({"w": parameter(4, 3, 3, 3), "v": parameter(4, 3, 1, 1), "o": of(L, 4, 9)},
+        lambda samples: (torch.randn(samples, 3, 5, 5, dtype=torch.float64),), 12,
+        each(WINDOWS, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)).mean((2, 3)))), samples=60),
+    "linear branch": Function({"i": of(L, 6, 4), "w": parameter(4, 4), "o": of(L, 4, 9)}, steps(6), 20,
+        each(BESIDE, lambda own: lambda s, x: s.o(torch.relu(own(s, s.i(x))))), samples=40),
+    "bases of weights": Function({"i": of(L, 6, 3), "c": parameter(4, 2), "w": parameter(2, 3, 5), "o": of(L, 5, 9)},
+        steps(6, 4), 7, each(BASES, lambda own: lambda s, x: s.o(torch.tanh(torch.einsum("bri,rio->bo",
+        torch.relu(s.i(x)), own(s.c, s.w))))), samples=90),
+    "sum of Kronecker products": Function({"a": parameter(2, 2, 2), "b": parameter(2, 3, 4), "o": of(L, 6, 9)},
+        two_inputs(8), 4, each(KRONECKER, lambda own: lambda s, x: s.o(torch.tanh(own(s, x)))), samples=60),
+    "difference of inputs": Function({"e": of(L, 6, 4), "a": of(L, 16, 5), "o": of(L, 5, 7)}, steps(6, 2), 25, {
+        "cat": lambda s, x: (lambda u, v: s.o(torch.relu(s.a(torch.cat([u, v, u - v, u * v], -1)))))(
+            *torch.tanh(s.e(x)).unbind(1))}, samples=90),
+    "identity plus a generated matrix": Function({"e": of(L, 6, 3), "t": of(L, 6, 9), "f": of(L, 3, 5),
+        "o": of(L, 5, 7)}, steps(6), 23, {"eye": lambda s, x: s.o(torch.relu(s.f(s.e(x) @ (
+            s.t(x.mean(1)).view(-1, 3, 3) + torch.eye(3, dtype=x.dtype)))))}, samples=90),
+    "gains of channels behind a mixture of places": Function({"l": parameter(6), "t": of(L, 3, 3)}, steps(6), 1,
+        {"turned": lambda s, x: x + s.l * s.t(x.mT).mT}, samples=40),
+    "mixtures in and out of experts": Function({"p": parameter(6, 3, 2), "u": parameter(3, 6, 4),
+        "v": parameter(3, 4, 5), "o": of(L, 5, 9)}, steps(6, 4), 25, {"einsum": soft_experts}, samples=90),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

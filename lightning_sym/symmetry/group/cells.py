@@ -221,6 +221,11 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     total = same = factors.identity("")
     first = len(structure.dense)  # blocks between gains come after the others
     singular: set[int] = set()
+    # Cells on n > 2 axes of one tensor each go an n-th part of their best way: by convexity, the norm decreases then.
+    axes = [
+        [slot for slot in structure.slots_of.get(name, ()) if slot.offset in structure.dense_places] for name in mixed
+    ]
+    count = max(map(len, axes), default=0)
     squares = Squares(plan, tensors, state.dtype)
     changes: list[float] = []
     while len(changes) < _MOST_ROUNDS and not stalled(changes, 40):
@@ -251,6 +256,9 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
                 singular.add(cell)
                 other = partial[cell] if cell in partial else partial_balancing(out, read) if partly else None
                 best = other[0] if other is not None else matrices[cell]
+            if count > 2:
+                left, values, right = torch.linalg.svd(best)
+                best = (left * values ** (1 / count)) @ right
             matrices[cell] = best
         parts = {"dense": tuple(matrices[:first]), "gained": tuple(matrices[first:])}
         total = factors.compose(same.replaced(**parts), total)

@@ -270,9 +270,12 @@ class Factor(ABC, Generic[P]):
         """Natural logarithm of the order of its discrete part."""
         return 0.0
 
-    @property
-    def redundant(self) -> int:
-        """The number of its tangents that are combinations of others of the same factor or of scales."""
+    def redundant(self, parameters: Collection[str]) -> int:
+        """Return the number of its tangents that are combinations of others of the same factor or of scales.
+
+        Args:
+            parameters: The names of parameters.
+        """
         return 0
 
     @property

@@ -3,7 +3,7 @@
 See docs/theory/intertwiners.md, 2.18.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -75,9 +75,8 @@ class GainedMatrix(BetweenGains):
             result[other] = factor[:, None] * matrix[order[:, None], order] / factor
         return tuple(result)
 
-    @property
-    def redundant(self) -> int:
-        """The number of scales that are also among the matrices, if they move parameters only."""
+    def redundant(self, parameters: Collection[str]) -> int:
+        """Return the number of scales that are also among the matrices, if they move parameters only."""
         return sum(cell.size for cell in self.structure.gained if not cell.moves_statistics)
 
     def linear_action(self, own: Matrices, gains: Gains) -> "GainedAction | None":

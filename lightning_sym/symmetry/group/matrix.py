@@ -76,10 +76,15 @@ class Matrix(Factor[Matrices]):
         """The number of the matrices' entries."""
         return sum(len(cell) ** 2 for cell in self.structure.dense)
 
-    @property
-    def redundant(self) -> int:
-        """The number of scales that are also among the matrices."""
-        return sum(map(len, self.structure.dense))
+    def redundant(self, parameters: Collection[str]) -> int:
+        """Return the number of scales that are also among the matrices, if they move parameters only."""
+        return sum(len(cell) * own for cell, own in zip(self.structure.dense, self._alone(parameters), strict=True))
+
+    def _alone(self, parameters: Collection[str]) -> list[bool]:
+        """Return which cells' matrices move parameters only."""
+        buffers = [slot.offset for slot in self.structure.slots if slot.tensor not in parameters]
+        moving = {cell for at in buffers for own, *_ in self.structure.dense_places.get(at, ()) for cell in own}
+        return [cell not in moving for cell in range(len(self.structure.dense))]
 
     def dimension_at(self, offsets: Collection[int]) -> int:
         """Return the dimension of the matrices that act at some slots, given by their offsets."""
@@ -93,7 +98,7 @@ class Matrix(Factor[Matrices]):
         return MatrixAction(self.structure, own, cells) if cells else None
 
     def tangents(self, parameters: Mapping[str, Floats], tensors: Mapping[str, Tensor]) -> sparse.csr_matrix:
-        """Return the tangents of all matrix entries; see :class:`Factor`."""
+        """Return the tangents of all entries of matrices that move parameters only; see :class:`Factor`."""
         structure = self.structure
         starts = np.cumsum([0, *(own.size for own in parameters.values())]).tolist()
         entries = np.cumsum([0, *(len(cell) ** 2 for cell in structure.dense)]).tolist()
@@ -110,7 +115,7 @@ class Matrix(Factor[Matrices]):
                         column = np.repeat(entries[cell] + np.arange(len(into)), to[0].size)
                         moved = (rates.ravel(), (start + to.ravel(), column))
                         result = result + sparse.csr_matrix(moved, shape=result.shape)
-        return result
+        return result[:, np.repeat(np.array(self._alone(parameters), bool), np.diff(entries))]
 
     rung = Rung.FIRST
 

@@ -66,9 +66,8 @@ class Shift(Additive):
         """Return the shift that minimises the sum of squares of the shifted tensors."""
         return Canonical({self.name: nearest(self.structure.shifts, state.tensors, state.parameters)})
 
-    @property
-    def redundant(self) -> int:
-        """By how much entries exceed the dimension."""
+    def redundant(self, parameters: Collection[str]) -> int:
+        """Return by how much entries exceed the dimension."""
         return self.size - self.dimension
 
     def refined(self, target: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Tensor | None:

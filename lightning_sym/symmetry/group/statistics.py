@@ -156,6 +156,11 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]], mov
     if not free.any():
         return idle
     forms = structure.magnitudes[: len(free)]
+    # Scales that coincide on weights that move freely count among these already.
+    still = {slot.tensor for slot in structure.slots if not free[slot.rows].all()}
+    held = np.concatenate([np.full(slot.size, float(slot.tensor in still)) for slot in structure.slots])
+    columns, combinations = idle_together(kept := (sparse.diags(held) @ forms).tocsr(), slots)
+    idle = int(np.linalg.matrix_rank(kept[:, columns] @ combinations.T)) if len(combinations) else 0
     shared = rank_of(forms.copy()) - rank_of(forms[~free].tocsr())
     for cell in (*structure.dense, *(own.units for own in structure.gained)):
         at = structure.columns[structure.orbit_of[cell[0]]][structure.place_in_orbit[cell]]

@@ -58,6 +58,8 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if node.kwargs or any(r.name(user) == "add" and r.only_for(node, user) for user in node.users):
         return None
     leaves, readers = r.leaves(node, {"add"})
+    if (product := _summed_products(r, node, leaves)) is not None:
+        return product
     rest: list[Any] = []
     alike: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
     for leaf, reader in zip(leaves, readers, strict=True):
@@ -81,6 +83,20 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     apart = lifted is None or not lifted.along
     total += [*(parts if apart else [r.insert(aten.sum.dim_IntList, lifted.node, [0])]), *rest]  # type: ignore[union-attr]
     return functools.reduce(lambda one, two: r.insert(aten.add.Tensor, one, two), total)
+
+
+def _summed_products(r: Rewriter, node: fx.Node, leaves: Sequence[Any]) -> fx.Node | None:
+    """Return the sum of regrouped products of weights as one product of all (Kronecker products); None for others."""
+    leaves = [leaf for leaf in leaves if leaf != 0]  # initial term of Python's sum
+    inner: list[Any] = [leaf.args[0] if r.name(leaf) in operations(Trait.REGROUP) else None for leaf in leaves]
+    if r.made_of(node) != "weights" or len(inner) < 2 or any(r.name(own) != "mul" for own in inner):
+        return None
+    lifted = _Branches(r).lift(inner, leaves)
+    if lifted is None or not lifted.along:
+        return None
+    axes = string.ascii_lowercase[: len(r.shape(inner[0]))]
+    total = r.insert(aten.einsum.default, f"z{axes},z{axes}->{axes}", list(lifted.node.args[:2]))
+    return reshaped(r, total, r.shape(node))
 
 
 def _experts(r: Rewriter, leaves: Sequence[fx.Node], readers: Sequence[fx.Node]) -> fx.Node | None:
@@ -385,7 +401,7 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
         return None if None in axes else r.insert(node.target, value.node, *axes, *rest[count:], **node.kwargs)
     if name == "permute":
         return r.insert(node.target, value.node, [0, *(axis % before + 1 for axis in rest[0])])
-    if name in ("view", "reshape"):
+    if name in operations(Trait.REGROUP):
         return r.insert(aten.reshape.default, value.node, [r.shape(value.node)[0], *r.shape(node)])
     if name == "linear":
         return r.insert(node.target, value.node, *rest, **node.kwargs)

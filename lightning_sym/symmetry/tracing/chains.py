@@ -288,18 +288,18 @@ class _Shortener:
         result: Tensor = values[steps[-1].node]
         return result
 
+    def _times(self, node: fx.Node, factor: float) -> fx.Node:
+        return node if factor == 1 else self.rewriter.insert(aten.mul.Tensor, node, factor)
+
     def _put(self, start: fx.Node, steps: Sequence[Step], found: Found) -> fx.Node | None:
         """Insert the operation that replaces a chain; None if there is none."""
         insert = self.rewriter.insert
-
-        def times(node: fx.Node, factor: float) -> fx.Node:
-            return node if factor == 1 else insert(aten.mul.Tensor, node, factor)
 
         if isinstance(found, Homogeneous):
             return self._power(start, found)
         if isinstance(found, Wave):
             target = aten.sin.default if found.kind == "sin" else aten.cos.default
-            return times(insert(target, times(start, found.frequency)), found.size)
+            return self._times(insert(target, self._times(start, found.frequency)), found.size)
         kind, center = found
         run, count = functools.partial(self._run, start, steps), 1
         node = start
@@ -321,31 +321,28 @@ class _Shortener:
         above, below, exponent = found
         insert = self.rewriter.insert
 
-        def times(node: fx.Node, factor: float) -> fx.Node:
-            return node if factor == 1 else insert(aten.mul.Tensor, node, factor)
-
         if exponent == 1 and above == -below:
-            return times(start, above)
+            return self._times(start, above)
         if exponent == 1 and above == below:
-            return times(insert(aten.abs.default, start), above)
+            return self._times(insert(aten.abs.default, start), above)
         if exponent == 1:
             if not above:
-                return times(insert(aten.relu.default, insert(aten.neg.default, start)), below)
+                return self._times(insert(aten.relu.default, insert(aten.neg.default, start)), below)
             if not below:
-                return times(insert(aten.relu.default, start), above)
-            return times(insert(aten.leaky_relu.default, start, -below / above), above)
+                return self._times(insert(aten.relu.default, start), above)
+            return self._times(insert(aten.leaky_relu.default, start, -below / above), above)
         parity = 1 if above == below else -1 if above == -below else 0
         if exponent == round(exponent) and parity == (-1) ** round(exponent):
-            return times(insert(aten.pow.Tensor_Scalar, start, int(exponent)), above)
+            return self._times(insert(aten.pow.Tensor_Scalar, start, int(exponent)), above)
         if parity == 1:
-            return times(insert(aten.pow.Tensor_Scalar, insert(aten.abs.default, start), exponent), above)
+            return self._times(insert(aten.pow.Tensor_Scalar, insert(aten.abs.default, start), exponent), above)
         if parity == -1:
             size = insert(aten.pow.Tensor_Scalar, insert(aten.abs.default, start), exponent - 1)
-            return times(insert(aten.mul.Tensor, start, size), above)
+            return self._times(insert(aten.mul.Tensor, start, size), above)
         if above and below:
             return None
         side = start if above else insert(aten.neg.default, start)
-        return times(insert(aten.pow.Tensor_Scalar, insert(aten.relu.default, side), exponent), above or below)
+        return self._times(insert(aten.pow.Tensor_Scalar, insert(aten.relu.default, side), exponent), above or below)
 
 
 @functools.lru_cache(maxsize=512)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.charts import POSITIVE, Chart
+from lightning_sym.symmetry.charts import POSITIVE, Chart, Identity
+from lightning_sym.symmetry.tracing.affine.products import listed
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.sums import summed, terms_of
+from lightning_sym.symmetry.tracing.sums import Term, multiple_of, number_of, summed, terms_of
 
 aten = torch.ops.aten
 
@@ -36,13 +37,58 @@ def factored(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return None
 
 
+def read_beside_inputs(r: Rewriter) -> None:
+    """Let the weight W of a layer whose input is added to its output, ``x + W x``, represent the identity plus W.
+
+    In a recurrence, which reads W again, input and output have the same units, so that the group would not change.
+    """
+    for weight, name in r.capture.states.items():
+        shown = [own for own in weight.users if r.name(own) in operations(Trait.PERMUTE) and len(r.shape(own)) == 2]
+        readers = [(user, own) for own in (weight, *shown) for user in own.users if user not in shown]
+        found = _beside_input(r, *readers[0]) if len(readers) == 1 and name not in r.capture.charts else None
+        if found is not None:
+            r.capture.charts[name], r.at, (layer, *rest) = found
+            new = layer.node if layer.added else r.insert(aten.neg.default, layer.node)
+            r.replace(r.at, summed(r, new, rest))
+
+
+def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> tuple[Identity, fx.Node, list[Term]] | None:
+    """Find a sum of a layer's output and input.
+
+    Returns:
+        The multiple of the identity that the layer's weight then represents, the sum, and its terms without the input,
+        that of the layer first; None if there is none.
+    """
+    name, own, sizes = r.name(layer), layer, r.shape(weight)
+    if not name.startswith(("linear", "conv")) or layer.args[1] is not weight or "transpose" in name:
+        return None
+    # The kernel's middle reads the same place, as input and output have one size.
+    steps, middle = argument(layer, 3, "stride", 1), all(size % 2 for size in sizes[2:])
+    if sizes[1] not in (1, sizes[0]) or not middle or (sizes[2:] and {*listed(steps, 1)} != {1}):
+        return None
+    factor, value = multiple_of(r, layer.args[0])
+    while len(own.users) == 1 and (number := number_of(r, user := next(iter(own.users)))) is not None:
+        own, factor = user, factor * number
+    total = own
+    while len(total.users) == 1 and r.name(user := next(iter(total.users))) in ("add", "sub"):
+        total = user
+    rest = terms_of(r, total)
+    beside = [(term, number) for term in rest for number, node in [multiple_of(r, term.node)] if node is value]
+    mine = [term for term in rest if term.node is own]
+    if len(mine) != 1 or r.shape(value) != r.shape(layer) or r.made_of(value) != "inputs":
+        return None
+    number = sum(number if term.added == mine[0].added else -number for term, number in beside) / factor
+    rest = [term for term in rest if term is not mine[0] and term not in [own for own, _ in beside]]
+    return (Identity(number, len(sizes) - 2), total, [mine[0], *rest]) if number else None
+
+
 class _Read(NamedTuple):
     """A node that computes ``factor * (w + number)`` from a parameter w; ``part`` is w after casts."""
 
     node: fx.Node
     part: fx.Node
     factor: float
-    number: float
+    number: float | Identity
 
 
 def read_as_sums(r: Rewriter) -> None:
@@ -91,7 +137,7 @@ def split_exponentials(r: Rewriter) -> bool:
     changed = False
     for node in [own for own in r.graph.nodes if r.name(own) == "exp"]:
         steps, layer, power = [node], node.args[0], 1.0
-        while isinstance(layer, fx.Node) and (factor := _number_of(r, layer)) is not None:
+        while isinstance(layer, fx.Node) and (factor := number_of(r, layer)) is not None:
             steps, layer, power = [layer, *steps], layer.args[0], power * factor
         bias = argument(layer, 2, "bias") if r.name(layer) in {"linear"} | operations(Trait.CONVOLVE) else None
         way = [layer, *steps]
@@ -110,14 +156,6 @@ def split_exponentials(r: Rewriter) -> bool:
         changed = True
     r.erase_unread()
     return changed
-
-
-def _number_of(r: Rewriter, node: fx.Node) -> float | None:
-    """Return the number by which an operation multiplies its first argument; None for other operations."""
-    if r.name(node) == "neg":
-        return -1.0
-    number = r.number(node.args[1]) if r.name(node) in ("mul", "div") else None
-    return None if not number else number if r.name(node) == "mul" else 1 / number
 
 
 def _positive(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, int]] | None:
@@ -163,23 +201,32 @@ def _step(r: Rewriter, here: _Read, user: fx.Node) -> _Read | None:
     value, old = user.meta.get("val"), here.node.meta["val"]
     if not name or not isinstance(value, Tensor) or value.shape != old.shape:
         return None
-    if name == "neg":
-        return _Read(user, part, -factor, number)
     if name in operations(Trait.CAST):
         return _Read(user, user if (factor, number) == (1.0, 0.0) else part, factor, number)
-    if name not in ("add", "sub", "rsub", "mul") or value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
-        return None
     first = user.args[0] is here.node
-    other = _number(r, user.args[1 if first else 0])
-    if other is None or not factor:
+    if value.dtype != old.dtype or argument(user, 2, "alpha", 1) != 1:
         return None
-    if name == "mul":
+    if first and (by := number_of(r, user)) is not None:
+        return _Read(user, part, factor * by, number)
+    given = user.args[1 if first else 0] if len(user.args) > 1 else None
+    other = _number(r, given)
+    whole = _multiple(r, given) if other is None and number == 0.0 else None
+    if name == "mul" and other is not None:
         return _Read(user, part, factor * other, number)
-    if name == "rsub" or (name == "sub" and not first):
-        factor = -factor
-    elif name == "sub":
-        other = -other
-    return _Read(user, part, factor, number + other / factor)
+    if name not in ("add", "sub", "rsub") or not factor or other is whole is None or isinstance(number, Identity):
+        return None
+    factor = -factor if name == "rsub" or (name == "sub" and not first) else factor
+    added = (-1 if name == "sub" and first else 1) * (other if whole is None else whole) / factor  # type: ignore[operator]
+    return _Read(user, part, factor, number + added if whole is None else Identity(added))
+
+
+def _multiple(r: Rewriter, item: object) -> float | None:
+    """Return the number n if a constant is n times an identity matrix; else None."""
+    value = r.constant(item)
+    if value is None or value.ndim != 2 or len(value) != value.shape[1] or not len(value):
+        return None
+    number = float(value[0, 0])
+    return number if number and torch.equal(value, number * torch.eye(len(value), dtype=value.dtype)) else None
 
 
 def read_behind_layers(r: Rewriter) -> None:
@@ -210,7 +257,7 @@ def read_behind_layers(r: Rewriter) -> None:
 
 
 class _Offsets:
-    """The numbers that readers add to the outputs of a layer.
+    """The numbers, or constants, that readers add to the outputs of a layer.
 
     Attributes:
         numbers: The number for each output; NaN if unread.
@@ -230,7 +277,7 @@ class _Offsets:
             for user in own.users:
                 if user.target is operator.getitem or self._moves(user, own):
                     left.append(user)
-                elif self._added(user, own):
+                elif bool((self._added(user, own) != 0).any()):
                     return True
         return False
 
@@ -258,24 +305,24 @@ class _Offsets:
         return self.r.name(user) in operations(Trait.MOVE) and user.all_input_nodes == [value] and user.args[0] is value
 
     def _read(self, user: fx.Node, value: fx.Node, places: Tensor) -> bool:
-        number = self._added(user, value)
-        if number:
+        number = self._added(user, value).expand(places.shape)
+        if bool((number != 0).any()):
             self.sums.append((user, value))
-        at: Tensor = torch.unique(places)  # type: ignore[no-untyped-call]
-        known = self.numbers[at]
-        self.numbers[at] = number
-        return bool((known.isnan() | (known == number)).all())
+        known = self.numbers[places]
+        self.numbers[places] = number
+        return bool((known.isnan() | (known == number)).all()) and torch.equal(self.numbers[places], number)
 
-    def _added(self, user: fx.Node, value: fx.Node) -> float:
-        name = self.r.name(user)
+    def _added(self, user: fx.Node, value: fx.Node) -> Tensor:
+        name, nothing = self.r.name(user), torch.zeros((), dtype=torch.float64)
         if name not in ("add", "sub", "rsub") or user.kwargs or len(user.args) != 2:
-            return 0.0
+            return nothing
         others = [given for given in user.args if given is not value]
         number = _number(self.r, others[0]) if len(others) == 1 else None
+        added = self.r.constant(others[0] if number is None else number) if len(others) == 1 else None
         one, two = user.meta["val"], value.meta["val"]
-        if number is None or one.shape != two.shape or one.dtype != two.dtype:
-            return 0.0
-        return number if name == "add" else -number
+        if added is None or one.shape != two.shape or one.dtype != two.dtype or not added.is_floating_point():
+            return nothing
+        return added.double() if name == "add" else -added.double()
 
     def is_subtracted(self, user: fx.Node, value: fx.Node) -> bool:
         """Whether an operation subtracts a value from a number."""

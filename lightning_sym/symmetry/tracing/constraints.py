@@ -1,7 +1,7 @@
 """Labels, and the constraints that operations of a network place on its symmetries."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,7 +221,7 @@ class Constraints:
             self.apart += int(apart.sum())
             met, why = np.r_[one.atom[apart], two.atom[apart]], "combines units at different positions"
             self.fix_units(met, counted(why, one.atom[apart], "place"))
-        different = one.atom != two.atom
+        different = (one.atom != two.atom) & ~apart  # fixed units remain different ones, each with its own members
         if different.any():
             pair = one.atom[different], two.atom[different]
             (self.contracted if contracted else self.merges).append(pair)
@@ -270,6 +270,17 @@ class Constraints:
             self.fixed_magnitudes.append(scale.ravel())
         if signs:
             self.fixed_signs.append(scale.ravel())
+
+    def fix_product(self, scales: Sequence[Ints]) -> None:
+        """Fix the products of scales on separate axes of a value: along each axis they are equal, and may cancel."""
+        if len(scales) < 2:
+            for scale in scales:
+                self.fix_scales(scale)
+            return
+        flat = [scale.ravel() for scale in scales]
+        for scale in flat:
+            self.equate([(scale[1:], 1.0), (scale[:-1], -1.0)])
+        self.equate([(scale[:1], 1.0) for scale in flat])
 
     @contextlib.contextmanager
     def explain(self, note: str) -> Iterator[None]:

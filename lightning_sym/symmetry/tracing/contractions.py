@@ -3,6 +3,7 @@
 Axes have letters, as in `torch.einsum`.
 """
 
+import itertools
 import math
 import string
 from collections.abc import Sequence
@@ -333,6 +334,20 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return rewritten
 
 
+def split_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a product with flattened matrices, in their shape again, as a sum of the matrices (bases of weights)."""
+    product: Any = node.args[0]
+    if r.name(product) != "matmul" or r.made_of(node) != "weights" or not r.only_for(product, node):
+        return None
+    first, matrices = product.args
+    while r.name(matrices) in operations(Trait.REGROUP):
+        matrices = matrices.args[0]
+    (rows, *sizes), letters = r.shape(node), string.ascii_lowercase[: len(r.shape(node)) - 1]
+    if r.shape(first) != (rows, r.shape(matrices)[0]) or r.shape(matrices)[1:] != tuple(sizes) or len(sizes) < 2:
+        return None
+    return r.insert(aten.einsum.default, f"yz,z{letters}->y{letters}", [first, matrices])
+
+
 def _associated(r: Rewriter, node: fx.Node, first: fx.Node, second: fx.Node) -> fx.Node | None:
     """Rewrite q (k v) as (q k) v if q k has no units on rows and columns, but k v has (linear attention)."""
     last = len(r.shape(node)) - 1
@@ -420,7 +435,7 @@ def plain_terms(r: Rewriter, equation: str, values: Sequence[fx.Node]) -> tuple[
 
 
 def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums of products of values, the first pair first."""
+    """Rewrite sums of products of values pair by pair, beginning with the first one that sums over some letter."""
     equation: Any = node.args[0]
     values: list[Any] = list(node.args[1])  # type: ignore[arg-type]
     if (found := plain_terms(r, equation, values)) is None:
@@ -438,13 +453,17 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
             terms[at] = "".join(letter for letter in term if letter in rest)
     if len(values) == 1:
         return permuted(r, values[0], [terms[0].index(letter) for letter in out])
-    (one, two, *others) = terms
-    if others:
-        later = "".join([out, *others])
-        between = "".join(dict.fromkeys(letter for letter in one + two if letter in later))
-        pair = r.insert(aten.einsum.default, f"{one},{two}->{between}", list(values[:2]))
-        return r.insert(aten.einsum.default, f"{','.join([between, *others])}->{out}", [pair, *values[2:]])
-    first, second = values
+    if len(values) > 2:
+        pairs = itertools.combinations(range(len(terms)), 2)
+        ends = {pair: {*out}.union(*(term for at, term in enumerate(terms) if at not in pair)) for pair in pairs}
+        both = next((own for own in ends if ({*terms[own[0]]} & {*terms[own[1]]}) - ends[own]), (0, 1))
+        between = "".join(dict.fromkeys(a for at in both for a in terms[at] if a in ends[both]))
+        equation, parts = ",".join(terms[at] for at in both), [values[at] for at in both]
+        product = r.insert(aten.einsum.default, f"{equation}->{between}", parts)
+        left = [at for at in range(len(terms)) if at not in both]
+        equation = f"{','.join([between, *(terms[at] for at in left)])}->{out}"
+        return r.insert(aten.einsum.default, equation, [product, *(values[at] for at in left)])
+    (one, two), (first, second) = terms, values
     rewritten = contract(r, one, two, out, first, second, batched=True)
     plain = f"{one},{two}->{out}"
     if rewritten is None and plain != equation:

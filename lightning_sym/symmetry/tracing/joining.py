@@ -88,13 +88,14 @@ class Joining(Placing):
         if added:
             first, second = self._beside_number(first, second), self._beside_number(second, first)
         result: list[Label] = []
+        beside: list[Ints] = []  # the scales of labels beside a value on which nothing acts
         left = list(second)
         for label in first:
             partner = next(
                 (other for other in left if set(other.axes) & set(label.axes) or not (other.axes or label.axes)), None
             )
             if partner is None:
-                alone = self._alone(label, two, shape, product, number=added)
+                alone = self._alone(label, two, shape, product, beside, number=added)
                 if alone is not None:
                     result.append(alone)
                 continue
@@ -133,10 +134,12 @@ class Joining(Placing):
                 self.constraints.equate([(label.scale, 1.0), (partner.scale, -1.0)])
             result.append(joined.scaled_by(scale))
         for label in left:
-            alone = self._alone(label, one, shape, product, number=added)
+            alone = self._alone(label, one, shape, product, beside, number=added)
             if alone is not None:
                 inverted = product and divide
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
+        for scales in [beside] if not (one.labels and two.labels) else [[own] for own in beside]:
+            self.constraints.fix_product(scales)
         return self.disjoint(Value(shape, tuple(self.lent(result) if product else result)))
 
     def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:
@@ -328,7 +331,7 @@ class Joining(Placing):
         return result
 
     def _alone(
-        self, label: Label, other: Value, shape: tuple[int, ...], product: bool, *, number: bool = False
+        self, label: Label, other: Value, shape: tuple[int, ...], product: bool, beside: list[Ints], *, number: bool
     ) -> Label | None:
         """Combine a label with a value without labels there; None if the group cannot act on the result.
 
@@ -337,6 +340,7 @@ class Joining(Placing):
             other: The value.
             shape: The result's shape.
             product: Whether they are multiplied.
+            beside: Receives scales that the sum fixes.
             number: Whether the value is computed from units and has the label's scale, see `_beside_number`.
         """
         label = self.constraints.resolve(label)
@@ -364,7 +368,7 @@ class Joining(Placing):
             self.constraints.restrict(label)
         if not product and (varies or not number):
             self.constraints.keep_ones(label)
-            self.constraints.fix_scales(label.scale)
+            beside.append(label.scale)
         return None if varies and not product else label
 
     def _told_by(self, label: Label, kind: Ints) -> None:

@@ -1,6 +1,7 @@
 """Rewrite layers with parts that are zero, and grouped convolutions with computed weights."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from lightning_sym.symmetry.tracing.contractions import reshaped
 from lightning_sym.symmetry.tracing.nodes import argument
 from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.sums import with_parts
+from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of, with_parts
 
 aten = torch.ops.aten
 _MOST = 2**22  # elements of all windows of a convolution
@@ -31,8 +32,8 @@ def filled(r: Rewriter, item: Any) -> float | None:
 def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a layer of concatenated values as one layer per value, without those that are zero (initial states).
 
-    It applies if a value is zero, if the weights are concatenated alike, or if two values repeat one (the two ends of
-    each edge of a graph), whose units the layer reads twice.
+    It applies if a value is zero, if the weights are concatenated alike, if two values repeat one (the two ends of each
+    edge of a graph), whose units the layer reads twice, or if a value is the difference of two others.
     """
     value, weight = node.args[:2]
     groups = argument(node, 6, "groups", 1) if r.name(node) != "linear" else 1
@@ -51,17 +52,27 @@ def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     alike = alike and all(
         number == 0 or r.made_of(part) == "inputs" for part, number in zip(parts, numbers, strict=True)
     )
-    if not twice and not alike and 0 not in numbers:
+    terms = [[Term(part, part, True)] if alike else _terms(r, part, parts) for part in parts]
+    if not twice and not alike and 0 not in numbers and all(len(own) == 1 for own in terms):
         return None
     total, start = None, 0
-    for at, (part, number, size) in enumerate(zip(parts, numbers, sizes, strict=True)):
+    for at, (number, size) in enumerate(zip(numbers, sizes, strict=True)):
         if number != 0:
             own = weights[at] if alike else r.insert(aten.slice.Tensor, weight, 1, start, start + size)
             own.meta |= {"zeros": True} if not alike else {}
-            layer = r.insert(node.target, part, own, *([None] * (total is not None) or node.args[2:3]), *node.args[3:])
-            total = layer if total is None else r.insert(aten.add.Tensor, total, layer)
+            for term in terms[at]:
+                bias = [None] * (total is not None) or node.args[2:3]
+                layer = r.insert(node.target, term.node, own, *bias, *node.args[3:])
+                total = layer if total is None else summed(r, total, [term._replace(node=layer)])
         start += size
     return total
+
+
+def _terms(r: Rewriter, part: fx.Node, parts: Sequence[fx.Node]) -> list[Term]:
+    """Return the terms of a value that is a sum or difference of other ones, the first of them added."""
+    found = [term for term in terms_of(r, part) if term.node in parts]
+    whole = len(found) == len(terms_of(r, part)) > 1 and r.made_of(part) == "inputs" and found[-1].added
+    return found[::-1] if whole else [Term(part, part, True)]
 
 
 def _repeated(r: Rewriter, part: fx.Node) -> fx.Node | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.charts import Piece
+from lightning_sym.symmetry.charts import Identity, Piece
 from lightning_sym.symmetry.tracing.bilinear import outer_read_by
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.coordinates import thinned
@@ -98,7 +98,9 @@ def _is_free(capture: Capture, tensor: fx.Node, readers: Sequence[fx.Node], whol
     name = capture.states.get(tensor)
     if name is None or {*tensor.users} != {*readers} or not tensor.meta["val"].is_contiguous():
         return False
-    return name not in {*whole, *capture.buffers, *capture.pieces}
+    return name not in {*whole, *capture.buffers, *capture.pieces} and not isinstance(
+        capture.charts.get(name), Identity
+    )
 
 
 def _shape_layers(r: Rewriter, nodes: Sequence[fx.Node], tensors: Sequence[fx.Node]) -> bool:

@@ -36,6 +36,7 @@ Each function has one spelling:
 - heads: layers with one axis for the units of all; by hand weights and biases with an axis of heads, a module for each
   head, stacks. Weights multiplied member by member (experts) stay stacks (docs/theory/intertwiners.md, 2.14).
 - weights of several layers in an array: a product with each part; by hand one product, of whose result parts are read.
+- weights that are sums of bases: ``einsum``; by hand a product with flattened matrices, sums of Kronecker products.
 - rows at constant pairs of positions: ``embedding``; by hand an index.
 - buffer filled, then read: ``cat`` of the parts; by hand writes into slices.
 - attention, gated units: their products, softmaxes, sums (``written_out.py``); by hand one fused operation.
@@ -64,7 +65,13 @@ from lightning_sym.symmetry.tracing.bilinear import (
 from lightning_sym.symmetry.tracing.branches import added_branches, together
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.chains import shorten_chains
-from lightning_sym.symmetry.tracing.charts import factored, read_as_gains, read_as_sums, read_behind_layers
+from lightning_sym.symmetry.tracing.charts import (
+    factored,
+    read_as_gains,
+    read_as_sums,
+    read_behind_layers,
+    read_beside_inputs,
+)
 from lightning_sym.symmetry.tracing.contractions import (
     VIEWS,
     einsum,
@@ -75,6 +82,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     permuted,
     reshaped,
     shown,
+    split_product,
     stored,
     summed_members,
 )
@@ -130,6 +138,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
+    read_beside_inputs(rewriter)
     read_as_sums(rewriter)
     read_behind_layers(rewriter)
     read_as_gains(rewriter)
@@ -568,7 +577,7 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
-    if (flat := joined_flat(r, node)) is not None:
+    if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")

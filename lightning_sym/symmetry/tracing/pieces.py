@@ -81,6 +81,8 @@ def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
         in_rows = value.ndim == 2 and all(len(piece.shape) < 2 for piece in pieces.values())
         if in_rows and all(name_of(user) in operations(Trait.JOIN | Trait.PRODUCT) for user in last):
             arrays.append(node)  # gains and biases of different values
+        elif value.ndim == 2 and rows != {1} and len(last) > len(readers) and {*map(name_of, last)} == {"linear"}:
+            arrays.append(node)  # columns that several values multiply, as the difference of two others
         elif value.ndim > 2 and any(_origins(read, users, capture.states) for read, users in readers.items()):
             arrays.append(node)
             products |= {*last}

@@ -333,27 +333,29 @@ def _scalar_product(r: Rewriter, node: Any) -> tuple[float, Any, Any]:
 
     The summed axis is last in both layouts.
     """
-    factor, node = _factor(r, node)
+    factor, node = multiple_of(r, node)
     if r.name(node) not in ("linear", "matmul") or argument(node, 2, "bias") is not None:
         return 0.0, None, None
-    (one_by, one), (two_by, two) = (_factor(r, own) for own in node.args[:2])
+    (one_by, one), (two_by, two) = (multiple_of(r, own) for own in node.args[:2])
     if len(r.shape(two)) < 2:
         return 0.0, None, None
     return factor * one_by * two_by, _held(one, -1), _held(two, -1 if r.name(node) == "linear" else -2)
 
 
-def _factor(r: Rewriter, node: Any) -> tuple[float, Any]:
+def multiple_of(r: Rewriter, node: Any) -> tuple[float, Any]:
     """Return a number and a value with the node as their product."""
     factor = 1.0
-    while r.name(node) in ("mul", "neg"):
-        numbers = [r.number(own) for own in node.args[:2]]
-        if r.name(node) == "neg":
-            factor, node = -factor, node.args[0]
-        elif (at := next((at for at in (0, 1) if numbers[at] is not None), None)) is not None:
-            factor, node = factor * numbers[at], node.args[1 - at]  # type: ignore[operator]
-        else:
-            break
+    while (number := number_of(r, node)) or (r.name(node) == "mul" and r.number(node.args[0])):
+        factor, node = factor * (number or r.number(node.args[0])), node.args[0 if number else 1]  # type: ignore[operator]
     return factor, node
+
+
+def number_of(r: Rewriter, node: Any) -> float | None:
+    """Return the number by which an operation multiplies its first argument; None for other operations."""
+    if r.name(node) == "neg":
+        return -1.0
+    number = r.number(node.args[1]) if r.name(node) in ("mul", "div") else None
+    return None if not number else number if r.name(node) == "mul" else 1 / number
 
 
 # Softmaxes.

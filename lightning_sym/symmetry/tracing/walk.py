@@ -97,7 +97,10 @@ class Walk(Trace):
                 outputs = values_in(arguments)
                 for value in outputs:
                     self.read(value)
-                    self.fix(value)
+                    for label in value.labels:
+                        self.constraints.fix_units(label.atom)
+                        self.constraints.restrict(label)
+                    self.constraints.fix_product([label.scale for label in value.labels])
                     fix_choice(self, value)
             else:
                 result = self._operate(node, environment)

@@ -155,7 +155,7 @@ class Layers(Products):
             return None
         linear = "max" not in name
         padding = argument(node, 3, "padding", 0) if "avg_pool" in name and "adaptive" not in name else 0
-        if linear and any(listed(padding, count)):
+        if linear and any(listed(padding, count)) and argument(node, 5, "count_include_pad", True):
             linear = False
             self.fix(x)
         result = Value(shape, True, learned=x.learned)
