@@ -171,7 +171,7 @@ class Factor(ABC, Generic[P]):
         freedom: The option of :func:`weight_matching` that allows it to mix units.
         permutes: Whether its matrices hold the permutations of the units that they mix, so that these are not assigned.
         late: Whether matching asks it when all else has settled: before, assignments can still recognise units.
-        by_signs: Whether its form depends on signs, so that those of the last rung are asked again when these are found.
+        by_signs: Whether its form depends on signs: the factors of the last rung are asked again when these are found.
         keeps_norms: Whether its parts change no norm of the weights.
         bounded: Whether lower bounds of distances take it into account, see :meth:`veiled` and :meth:`invariants`.
     """
