@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -217,7 +218,7 @@ def joined_relation(values: Sequence[Value], axis: int) -> Relation | None:
     arrays = [nothing if value.relation is None else next(own) for value in values]
 
     def joined(parts: Sequence[Tensor]) -> Tensor:
-        whole = torch.broadcast_shapes(*(part.narrow(axis, 0, 1).shape for part in parts))
+        whole = np.broadcast_shapes(*(tuple(part.narrow(axis, 0, 1).shape) for part in parts))
         sizes = [[*whole[:axis], value.shape[axis], *whole[axis + 1 :]] for value in values]
         return torch.cat([part.expand(size) for part, size in zip(parts, sizes, strict=True)], axis)
 
