@@ -297,7 +297,7 @@ def masked_attention(s: Any, x: Tensor) -> Any:
 
 
 MOVEMENT_CASES |= {
-    "add_in_place": functional(add_in_place, VECTOR, [8], 8, 0, b=of(L, 8, 8), c=of(L, 8, 2)),
+    "add_in_place": functional(add_in_place, VECTOR, [8, 8], 16, 0, b=of(L, 8, 8), c=of(L, 8, 2)),
     "write_into_slice": functional(write_into_slice, VECTOR, [4, 4], 8, 4, [f(4)], dense=[4], c=of(L, 8, 2)),
 }  # fmt: skip
 
@@ -379,7 +379,7 @@ BLOCK_CASES = {
     "convnext": Case(sequential(of(C, 3, 8, 3), of(CNBlock, 8, 0.5, 0.0), of(C, 8, 2, 1), FLAT), IMAGE, [8, 32], 24,
         25),
     "stochastic_depth": functional(lambda s, x: s.c(torch.relu((lambda h: h + s.p(s.b(h)))(torch.relu(s.a(x))))),
-        VECTOR, [8], 8, 0, b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
+        VECTOR, [8, 8], 16, 0, b=of(L, 8, 8), p=of(StochasticDepth, 0.5, "row"), c=of(L, 8, 2)),
     "lstm": functional(lambda s, x: s.o(s.l(x)[0]), SEQUENCE, [8], 0, 8, l=of(nn.LSTM, 5, 8, batch_first=True),
         o=of(L, 8, 2)),
     "rnn": functional(lambda s, x: s.o(torch.relu(s.i(s.l(x)[0]))), SEQUENCE, [6, 8], 6, 8,
@@ -475,7 +475,7 @@ SHIFTS = {
     "group_norm_1": 1, "dropout": 7, "log_softmax_head": 9, "dense_block": 10, "cat": 12, "mlp_linear": 15,
     "index_some": 24, "attention_other_widths": 38, "cross_attention": 40, "convnext": 49, "encoder_layer": 66,
     "encoder_layer_norm_first": 73, "decoder_layer_norm_first": 106, "vision_transformer": 178, "swin_transformer":
-    277,
+    325,
     **dict.fromkeys(["group_norm", "group_norm_no_eps", "conv1d", "batch_norm_after_relu",
         "batch_norm_no_statistics", "vector_in_front", "linear_conv", "upsample_linear"], 4),
     **dict.fromkeys(["embedding", "layer_norm", "layer_norm_no_eps"], 6),
