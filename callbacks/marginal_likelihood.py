@@ -19,7 +19,7 @@ from lightning_sym.curvature.engines import ENGINES, engine_for
 from lightning_sym.datamodules import InputDataModule
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, member_name
+from lightning_sym.reports.evidence import OF_PATHS, TERMS, by_member, evidence_results, layer_types, member_name
 from lightning_sym.reports.report import picked
 
 _MOST_SKIPPED = 3
@@ -430,6 +430,15 @@ class MarginalLikelihood(RunReport):
         """Return the last record of each network that was not stopped, by index."""
         found = {record.get("member"): record for record in self.records}
         return {number: found[number] for number in self._running if number in found}
+
+    def layer_types(self, member: int | None = None) -> dict[str, str]:
+        """Return, for each layer with several pathways, the one with the largest relative number in the last record.
+
+        Args:
+            member: Index of the member, for a zoo.
+        """
+        last = self._last()
+        return layer_types(last[member]) if member in last else {}
 
 
 def _of(number: Number) -> str:

@@ -1,6 +1,6 @@
 """Choose the tests that `make test` leaves to `make test-long`, by the lines of the product that each test runs.
 
-Of the costly tests, those go whose lines other quick tests run as well. Needs `pip install coverage`, and some 20
+A costly test becomes long if other quick tests run all its lines. Needs `pip install coverage`, and some 20
 minutes of two cores::
 
     .venv/bin/python tools/quick_tests.py

@@ -86,7 +86,7 @@ class FactoredFullyConnected(GridLayer):
         theta1 = torch.empty(out_channels, in_channels, positions)
         theta2 = torch.empty(out_positions, out_channels * in_channels)
         self.theta1 = nn.Parameter(nn.init.uniform_(theta1, -bound1, bound1))
-        nn.init.uniform_(theta2, -bound2, bound2)  # drawn in this order, seeds keep the networks of the published runs
+        nn.init.uniform_(theta2, -bound2, bound2)  # second, so that seeds give the networks of the published runs
         self.theta2 = nn.Parameter(theta2.mT.reshape(out_channels, in_channels, out_positions).contiguous())
         self.b1 = nn.Parameter(torch.zeros(out_channels))
         self.b2 = nn.Parameter(torch.zeros(out_positions))

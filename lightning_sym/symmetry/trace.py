@@ -89,8 +89,8 @@ def trace_symmetry(
             network, through a round trip of the state dict: one copy with weights near its own, one with random
             weights. A large network gets the second only, unless a wrong group may contain that element by chance, as
             with few signs. Inputs are samples of every example, and noise around them. Of networks with up to 2 million
-            parameters, products of elements are also compared with elements one after the other; if these differ,
-            translations are left out, with a note. A network without weights cannot be tested; a note reports this.
+            parameters, products of elements are also compared with elements one after the other; the translations of
+            tensors that differ are left out, with a note. A network without weights cannot be tested, as a note says.
             Without the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
         nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
             with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
@@ -219,9 +219,9 @@ def _exchanging(
 def _not_composed(symmetry: Symmetry | None, network: nn.Module) -> frozenset[str]:
     """Return the tensors where two random elements, one after the other, act differently from their product.
 
-    The inverse after an element counts as well. Exchanged modules may share translations that their exchange does not
-    carry along, as may units that permutations or matrices mix. Of a large network small tensors are compared, which
-    hold most translations.
+    An element followed by its inverse is compared as well. Exchanged modules may share translations that their exchange
+    does not carry along, as may units that permutations or matrices mix. Of a large network small tensors are compared,
+    which hold most translations.
     """
     if symmetry is None:
         return frozenset()

@@ -64,14 +64,15 @@ def _data(task: Any) -> dict[str, Any]:
     if not callable(identity):
         return {}
     own = identity()
-    return {"class_path": own["class_path"], **own["arguments"], "fingerprint": own.get("fingerprint")}
+    arguments = {name: value for name, value in own["arguments"].items() if name != "eval_batch_size"}
+    return {"class_path": own["class_path"], **arguments, "fingerprint": own.get("fingerprint")}
 
 
 def _check_training(task: Any, saved: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> None:
-    """Raise an error if the optimizer, data or processes are others than before, or the epochs are fewer."""
+    """Raise an error if the optimizer, data or processes differ from the checkpoint's, or there are fewer epochs."""
     # Lightning would restore the state and the learning rate of the old optimizer into the new one.
     require_same(saved["optimizer"], _optimizer(task))
-    require_same(saved["data"], _data(task))
+    require_same(saved.get("data", {}), _data(task) if "data" in saved else {})
     begun, most = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["ready"], task.trainer.max_epochs
     if most not in (None, -1) and begun > most:
         raise ValueError(f"The checkpoint is of epoch {begun} and max_epochs is {most}; raise it to at least {begun}.")

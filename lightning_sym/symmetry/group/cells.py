@@ -221,7 +221,7 @@ def balanced_cells(factors: Factors, state: Gathered, *, partly: bool | None = N
     total = same = factors.identity("")
     first = len(structure.dense)  # blocks between gains come after the others
     singular: set[int] = set()
-    # Cells on n > 2 axes of one tensor each go an n-th part of their best way: by convexity, the norm decreases then.
+    # Cells on n > 2 axes of one tensor take n-th roots of their best singular values: by convexity, norms decrease.
     axes = [
         [slot for slot in structure.slots_of.get(name, ()) if slot.offset in structure.dense_places] for name in mixed
     ]

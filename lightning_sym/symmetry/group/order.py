@@ -359,7 +359,7 @@ def _tied(structure: Structure, ranks: Sequence[Ints], index: int, alike: Sequen
         structure: The group.
         ranks: Of the units of each orbit.
         index: The orbit.
-        alike: The blocks that are permuted; by default all.
+        alike: The blocks that ranks do not distinguish; by default all.
     """
     alike = structure.blocks if alike is None else alike
     alone = not any(np.isin(structure.orbits[index], blocks).any() for blocks in alike)
@@ -368,7 +368,7 @@ def _tied(structure: Structure, ranks: Sequence[Ints], index: int, alike: Sequen
 
 
 def _differ(structure: Structure, ranks: Sequence[Ints], blocks: Ints) -> bool:
-    """Return whether the ranks of their units tell all blocks apart. Shape of `blocks`: (blocks, units)."""
+    """Return whether the ranks of units distinguish all blocks. Shape of `blocks`: (blocks, units)."""
     number = np.zeros(structure.units, np.int64)
     for index, units in enumerate(structure.orbits):
         number[units] = index * structure.units + ranks[index]

@@ -156,7 +156,7 @@ def counted_twice(structure: Structure, shapes: Mapping[str, Sequence[int]], mov
     if not free.any():
         return idle
     forms = structure.magnitudes[: len(free)]
-    # Scales that coincide on weights that move freely count among these already.
+    # Scales that coincide on freely moving weights are counted below.
     still = {slot.tensor for slot in structure.slots if not free[slot.rows].all()}
     held = np.concatenate([np.full(slot.size, float(slot.tensor in still)) for slot in structure.slots])
     columns, combinations = idle_together(kept := (sparse.diags(held) @ forms).tocsr(), slots)

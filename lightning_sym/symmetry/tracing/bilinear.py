@@ -151,7 +151,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def product_of_vectors(r: Rewriter, node: fx.Node) -> fx.Node:
-    """Rewrite the scalar product of two vectors, as of two rows of a table, or else as a sum of products."""
+    """Rewrite the scalar product of two vectors as that of two rows of a table, or otherwise as a sum of products."""
     return product_of_rows(r, node) or r.insert(aten.sum.default, r.insert(aten.mul.Tensor, *node.args[:2]))
 
 

@@ -272,7 +272,7 @@ class Constraints:
             self.fixed_signs.append(scale.ravel())
 
     def fix_product(self, scales: Sequence[Ints]) -> None:
-        """Fix the products of scales on separate axes of a value: along each axis they are equal, and may cancel."""
+        """Fix the products of scales on separate axes of a value, along each of which the scales are equal."""
         if len(scales) < 2:
             for scale in scales:
                 self.fix_scales(scale)

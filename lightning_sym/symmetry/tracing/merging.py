@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class _Layer:
         channels: The value's axis of channels; None if the chain only moves the value and multiplies it by numbers.
         kernel: The axes of the value along which the kernel has axes.
         groups: The number of groups of channels; 0 without a kernel.
+        resized: The axes of the value of which steps take or add places.
     """
 
     term: Term
@@ -55,6 +56,7 @@ class _Layer:
     channels: int | None = None
     kernel: tuple[int, ...] = ()
     groups: int = 0
+    resized: set[int] = field(default_factory=set)
 
     @property
     def size(self) -> int:
@@ -131,15 +133,21 @@ class _Merger:
         return changed
 
     def layers_of(self, node: fx.Node) -> list[_Layer]:
-        """Return terms of a sum, of which the first can take up the others' weights; empty if there are none."""
+        """Return terms of a sum, of which the first can absorb the others' weights; empty if there are none."""
         r, terms = self.r, terms_of(self.r, node) if self.r.name(node) in ("add", "sub") else []
-        terms = [term for term in terms if r.shape(term.node) == r.shape(node)]
-        layers = [own for term in terms if (own := self._layer(term)) is not None]
+        terms = [term for term in terms if len(r.shape(term.node)) == len(r.shape(node))]
+        whole = [term for term in terms if r.shape(term.node) == r.shape(node)]
+        layers = [own for term in whole if (own := self._layer(term)) is not None]
         for first in sorted(filter(self._takes_weights, layers), key=lambda own: -own.size):
             rest = [self._layer(term, first.root) for term in terms if term is not first.term]
-            if others := [own for own in rest if own is not None and first.holds(own)]:
+            if others := [own for own in rest if own is not None and first.holds(own) and self._fits(own, node)]:
                 return [first, *others]
         return []
+
+    def _fits(self, layer: _Layer, node: fx.Node) -> bool:
+        """Whether a term has the shape of the sum, or one channel instead of all."""
+        sizes = zip(layer.order, self.r.shape(layer.term.node), self.r.shape(node), strict=True)
+        return all(size == whole or axis == layer.channels for axis, size, whole in sizes)
 
     # Layers.
 
@@ -174,7 +182,7 @@ class _Merger:
         return made[0] == "inputs" and saved
 
     def _passes(self, layer: _Layer, at: int) -> bool:
-        """Whether a chain with its next step is linear in channels; take over the effect of the step."""
+        """Add the effect of the next step to a chain; return whether the chain stays linear in channels."""
         r, step, order, earlier = self.r, layer.steps[at], layer.order, layer.steps[:at]
         name, before = r.name(step), [own for own in earlier if r.name(own) not in _MOVES]
         if name in operations(Trait.PERMUTE):
@@ -192,11 +200,15 @@ class _Merger:
             if (edge and (biased or cut)) or ((size > 1 or edge) and (most > 1 or jump > 1)):
                 return False  # beyond the edges of the value, its kernel reads zeros
             layer.window[order[axis]] = most * size, jump * stride, before_it + pad * jump
+        if name == "slice" or name in _PADS:
+            sizes = zip(r.shape(step.args[0]), r.shape(step), strict=True)
+            layer.resized |= {order[axis] for axis, (size, new) in enumerate(sizes) if size != new}
         if (place := self._channels(step)) is not None:
             if layer.channels not in (None, order[place]):
                 return False
             layer.channels = order[place]
-        return layer.channels is None or layer.window[layer.channels] == (1, 1, 0)
+        whole = layer.channels is None or layer.window[layer.channels] == (1, 1, 0)
+        return whole and layer.channels not in layer.resized
 
     def _windows(self, step: fx.Node) -> dict[int, tuple[int, int, int]]:
         """Return size, stride and padding of the kernel of a step, along each axis that it cuts, pads or sums over."""
@@ -233,7 +245,7 @@ class _Merger:
         return factor if plain else None
 
     def _takes_weights(self, layer: _Layer) -> bool:
-        """Whether a chain ends with one layer and gains, and its kernel is a parameter without other readers."""
+        """Whether a chain consists of moves, gains and one layer with a kernel that is a parameter read only there."""
         r, at = self.r, next((at for at, own in enumerate(layer.steps) if self.r.name(own) not in _MOVES), 0)
         kernel: Any = layer.steps[at].args[1] if r.name(layer.steps[at]) in _LAYERS else None
         rest = [own for own in layer.steps[at + 1 :] if r.name(own) in _LAYERS]
@@ -243,7 +255,7 @@ class _Merger:
     # Sums of weights.
 
     def _sum(self, first: _Layer, others: Sequence[_Layer]) -> fx.Node:
-        """Return the value of a layer that takes up the weights of others."""
+        """Return the value of a layer that absorbs the weights of others."""
         r, parts = self.r, [(own, *self._weights(own, first)) for own in others]
         kernels, biases = [], []
         for layer, kernel, bias in parts:

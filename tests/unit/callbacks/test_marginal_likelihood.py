@@ -26,7 +26,6 @@ from lightning_sym.curvature import (
 )
 from lightning_sym.layers import ResidualPathways
 from lightning_sym.networks import MultiLayerPerceptron, Network, RelaxedNetwork
-from lightning_sym.reports.evidence import layer_types
 from lightning_sym.tasks import EquivarianceTask
 
 
@@ -126,7 +125,7 @@ def test_evidence_switches_a_useless_path_off(tmp_path, likelihood, granularity,
     task = EquivarianceTask(TwoPaths(), likelihood, optimizer=optimizer)
     fit(tmp_path, callback, planted(likelihood), task)
     paths = callback.records[-1]["paths"]
-    assert layer_types(callback.records[-1]) == {"layer": "signal"}
+    assert callback.layer_types() == {"layer": "signal"}
     assert paths["layer.noise"]["relative"] < 0.05
     assert paths["layer.noise"]["precision"] > 100 * paths["layer.signal"]["precision"]
     assert paths["layer.noise"]["mean_square"] < 1e-2 * paths["layer.signal"]["mean_square"]
@@ -268,7 +267,7 @@ def test_an_ordinary_network_has_layers_without_types(tmp_path, capsys):
     callback = learner(dirpath=str(tmp_path))
     task = EquivarianceTask(MultiLayerPerceptron(widths=(4,), image_size=8), optimizer=SGD)
     fit(tmp_path, callback, digits(), task, max_epochs=2)
-    assert layer_types(callback.records[-1]) == {}
+    assert callback.layer_types() == {}
     assert not (tmp_path / "relative_effective_parameters.png").exists()
     assert len((tmp_path / "layers.csv").read_text().splitlines()) == 3
     assert "normalised" in capsys.readouterr().out

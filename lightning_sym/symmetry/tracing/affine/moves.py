@@ -164,7 +164,7 @@ class Move:
         return _narrowed(Relation(axes, _first(self(relation.segments)), coefficient, relation.total), self.after)
 
     def _moves_whole(self, axes: Collection[int]) -> bool:
-        """Whether all places along some axes move together to another place on the other axes, as in a roll."""
+        """Whether each slice along some axes moves as a whole, as in a roll along the others."""
         order = sorted(axes)
         if len(self.after) != len(self.before) or any(self.after[axis] != self.before[axis] for axis in order):
             return False
@@ -197,9 +197,10 @@ def spread(relation: Relation, axes: Collection[int], shape: Shape) -> Relation:
 
 
 def joined_relation(values: Sequence[Value], axis: int) -> Relation | None:
-    """Return the relation of concatenated values: their common one, or across its axes, a segment for each value.
+    """Return the relation of concatenated values.
 
-    A value without a relation is a segment with an unknown total.
+    It is the common one or, of values that are joined along its axes, one with separate segments for each of them. A
+    value without a relation is a segment with an unknown total.
     """
     found = [value.relation for value in values if value.relation is not None]
     first = found[0] if found else None
@@ -263,7 +264,7 @@ def windows_of(value: Value, weights: Value) -> Value | None:
 
 
 def _narrowed(relation: Relation, shape: Shape) -> Relation:
-    """Remove axes that only separate segments from the sums, if the totals do not differ along these axes."""
+    """Drop axes that only separate segments, if the totals do not differ along them."""
     total, at = _source(relation.total)
     axes, segments = relation.axes, relation.segments
     for axis in sorted(axes):
@@ -284,7 +285,7 @@ def _narrowed(relation: Relation, shape: Shape) -> Relation:
 
 
 def _source(total: Total) -> tuple[Total, Tensor]:
-    """Return the total that segments were separated from, and its segment for each of them."""
+    """Return the total from which segments were separated, and for each segment its index there."""
     if total.known is not None:
         return Total(1, total.known), torch.zeros(total.segments, dtype=torch.long)
     at = torch.arange(total.segments)
