@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from lightning_sym.symmetry.arrays import rising
 from lightning_sym.symmetry.tracing.choice_rules import picked, without_scale
 from lightning_sym.symmetry.tracing.constraints import Label
-from lightning_sym.symmetry.tracing.coordinates import coordinates
+from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
 from lightning_sym.symmetry.tracing.joining import MET
 from lightning_sym.symmetry.tracing.nodes import axes_of, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, moving, name_of, operations, out_of_place, spatial_axes_of
@@ -336,6 +336,8 @@ def _maximum(trace: Trace, one: Value, two: Value) -> Value:
 
 # Moves of elements: labels follow the coordinates.
 
+_OBLIQUE = {"diagonal", "gather", "index", "take"}  # may read each unit at a position of its own
+
 
 @register_rule(Trait.MOVE, Trait.PICK, Trait.SPREAD)
 def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -362,6 +364,8 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     back = _as_it_was(trace, value, move)
     if back is not None:
         return back
+    if name_of(trace.node) in _OBLIQUE and _tells_units_apart(value, move):
+        return unknown(trace, value, *args, **kwargs)
     moved = trace.move(value, move)
     if isinstance(moved, Value):
         return trace.carry(value, moved, move)
@@ -369,6 +373,14 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         trace.carry(value, part, lambda t, index=index: move(t)[index])  # type: ignore[misc]
         for index, part in enumerate(moved)
     ]
+
+
+def _tells_units_apart(value: Value, move: Callable[[Tensor], Any]) -> bool:
+    """Whether a move reads units at positions that differ between units."""
+    units = {axis for label in value.labels for axis in label.axes}
+    others = [axis for axis in range(value.ndim) if axis not in units]
+    one, two = (varying_axes(move(coordinates(value.shape, axes))) for axes in (sorted(units), others))
+    return not set(one).isdisjoint(two)
 
 
 def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Value | None:
