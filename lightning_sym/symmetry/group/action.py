@@ -395,7 +395,7 @@ class Action:
         row = self.source_in(next(slot for slot in self.structure.slots_of[joint.tensor] if slot.axes == (0,)))
         unit = joint.unit
         # Fixed channels (-1) keep their order.
-        wanted = np.where(unit < 0, -1, self.element.permutation.numpy()[unit])
+        wanted = np.append(self.element.permutation.numpy(), -1)[unit]
         # Row r of the new weight is row[r] of the old one; its columns are those of the wanted units.
         order = np.argsort(unit[row], axis=1, kind="stable")
         rank = np.argsort(np.argsort(wanted, axis=1, kind="stable"), axis=1)

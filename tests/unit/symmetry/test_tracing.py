@@ -1029,6 +1029,30 @@ def test_optimisers_that_cannot_be_carried() -> None:
     symmetry.act(symmetry.sample(generator(), mixing=False), linear, inplace=True, optimizer=adam)
 
 
+PARTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+    "diagonal": (lambda s, x: s.o(s.a(x).tanh().diagonal(0, 1, 2)), 0),
+    "places by index": (lambda s, x: s.o(s.a(x).tanh()[:, [2, 0, 1], torch.arange(3)]), 0),
+    "one input": (lambda s, x: (s.a(x) + s.b(x[..., :1])).tanh(), 3),
+    "padded channels": (lambda s, x: (s.a(x) + F.pad(s.c(x), (0, 2))).tanh(), 1),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_channels_are_not_taken_for_all(name: str) -> None:
+    function, dimension = PARTS[name]
+    parts: dict[str, Any] = {"a": L(4, 3), "b": L(1, 3), "c": L(4, 1), "o": L(3, 3)}
+    used = {own: parts[own] for own in function.__code__.co_names if own in parts}
+    network = program(function, **{own: lambda made=made: made for own, made in used.items()}).double()
+    symmetry = trace_symmetry(network, torch.randn(5, 3, 4, dtype=torch.float64))
+    assert dimension == symmetry.dimension <= (symmetry.nullity or 0)
+
+
+def test_grouped_convolutions_may_have_no_units() -> None:
+    network = program(lambda s, x: s.d(torch.cat([s.c(x).softmax(1), x], 1)), c=lambda: nn.Conv1d(3, 3, 1),
+        d=lambda: nn.Conv1d(6, 6, 3, groups=6))  # fmt: skip
+    assert trace_symmetry(network.double(), torch.randn(5, 3, 6, dtype=torch.float64)).nullity == 4
+
+
 def test_what_a_module_caches_in_a_dictionary_is_as_it_was_before() -> None:
     """LeViT keeps its biases by resolution: what the tracer runs on holds no numbers, and must not stay there."""
 
