@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "long_tests.txt"
 FOLDER = "LIGHTNING_SYM_LINES"  # the environment variable that names the folder of the records
 AGAIN = 2  # quick tests that must run each line of a test that goes
-COSTLY = 0.25  # seconds
+COSTLY = 0.1  # seconds
 
 Lines = dict[str, tuple[float, frozenset[tuple[str, int]]]]
 
