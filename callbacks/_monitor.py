@@ -214,7 +214,7 @@ class TrainingMonitor(AfterFit):
                 f"The checkpoint's {type(self).__name__} had other settings: {'; '.join(different)}. Resume with "
                 "the same network and arguments, or with another prefix to start new curves."
             )
-        if self._closed:  # training goes on, for more epochs
+        if self._closed:  # the run continues with more epochs
             self.points.pop()
             self._closed = False
         if not self.points:

@@ -134,7 +134,7 @@ class RunReport(AfterFit):
     def __init__(self, dirpath: str | None = None) -> None:
         super().__init__(dirpath)
         if self.declared is None and type(self).report is RunReport.report:
-            raise TypeError(f"{type(self).__name__} has no method report; write it, or declare what measure returns.")
+            raise TypeError(f"{type(self).__name__} has no method report; write it, or set declared.")
         self.results: RunResults | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -142,7 +142,7 @@ def log_contour(
         points: Found points with two coefficients.
         scale: J0 and V, marked on the colour bar.
         epsilon: Where J is this, a line is drawn; > 0.
-        overlay: Names and fields whose zero levels are drawn as exact classes; NaN outside their domain. Each of
+        overlay: Names and fields, NaN outside their domain; their zero levels are drawn as exact classes. Each of
             shape ``[n, n]``.
         title: Above the figure.
         warning: Below the title in red.

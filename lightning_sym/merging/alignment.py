@@ -120,8 +120,8 @@ def align(
        the squared distance below a tenth, it stays unchanged. Sketches decide most cases in one reading of the weights
        (:func:`lightning_sym.merging.sketches.sketched`); in doubt, units are matched without scales.
     2. If units seem to have moved only, they are recognised from a few random directions
-       (:func:`lightning_sym.symmetry.matching.recognition.recognised`). This is used without a search if nothing but
-       rounding is left of the distance, or if the moved network passes step 1.
+       (:func:`lightning_sym.symmetry.matching.recognition.recognised`). No search follows if the remaining
+       distance is rounding, or if the moved network passes step 1.
     3. Otherwise it is matched with the whole group (:func:`weight_matching`). If its units are in order, the match is
        used only if it brings the squared distance below a tenth.
 

@@ -88,7 +88,7 @@ class Joining(Placing):
         if added:
             first, second = self._beside_number(first, second), self._beside_number(second, first)
         result: list[Label] = []
-        beside: list[Ints] = []  # the scales of labels beside a value on which nothing acts
+        beside: list[Ints] = []  # the scales of labels beside values that nothing moves
         left = list(second)
         for label in first:
             partner = next(
