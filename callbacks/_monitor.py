@@ -296,11 +296,6 @@ def by_member(own: Mapping[int, Any]) -> dict[int, Any]:
     return dict(sorted(item for part in gathered(dict(own)) for item in part.items()))
 
 
-def all_finite(state: Mapping[str, Tensor]) -> bool:
-    """Test whether all weights are finite."""
-    return all(bool(tensor.isfinite().all()) for tensor in state.values() if tensor.is_floating_point())
-
-
 def _copies(state: Mapping[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
     return {name: tensor.detach().to(device, copy=True) for name, tensor in state.items()}
 

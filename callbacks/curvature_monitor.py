@@ -9,11 +9,11 @@ from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Generator, Tensor, nn
 
 from lightning_sym import curvature
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, not_finite
 from lightning_sym._random import generator
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks._checks import loss_of
-from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite, by_member
+from lightning_sym.callbacks._monitor import TrainingMonitor, by_member
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curvature_monitor import monitor_results, monitor_scalars
 from lightning_sym.reports.report import picked
@@ -150,7 +150,7 @@ class CurvatureMonitor(TrainingMonitor):
             data = TrainingBatches(self, trainer, pl_module, self.train_batches)
             for number, state in self.states(trainer, pl_module).items():
                 network = self.copied(trainer, pl_module, state)
-                finite = all_finite(state)
+                finite = not not_finite(state)
                 signs = generator("curvature monitor", number)
                 found[number] = self._sharpness(network, data, loss, steps.get(number), signs) if finite else {}
         return {"members": found}

@@ -12,7 +12,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_integers, check_numbers, not_finite
 from lightning_sym._text import ranges
 from lightning_sym.callbacks._batches import PreparedBatches, splits_of
 from lightning_sym.callbacks._checks import has_members, network_of
@@ -272,7 +272,7 @@ class FastGeometricEnsemble(RunReport):
     def _finite(self, number: int) -> bool:
         """Test whether all weights of a network's snapshots are finite; the same on every rank."""
         states = [snapshot["states"][number] for snapshot in self.snapshots]
-        return all(bool(tensor.isfinite().all()) for state in states for tensor in state.values())
+        return not any(map(not_finite, states))
 
     def measure(self, trainer: Trainer, task: Any, data: None) -> Any:
         """Score all networks and ensembles; call it on every rank."""

@@ -8,10 +8,10 @@ from pytorch_lightning import LightningModule, Trainer
 from rich.console import Console
 from torch import Tensor
 
-from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds, not_finite
 from lightning_sym.callbacks._batches import TrainingBatches
 from lightning_sym.callbacks._checks import loss_of
-from lightning_sym.callbacks._monitor import TrainingMonitor, all_finite
+from lightning_sym.callbacks._monitor import TrainingMonitor
 from lightning_sym.landscape import learning_coefficient
 from lightning_sym.landscape.langevin import METHODS, Method
 from lightning_sym.reports import RunResults
@@ -158,7 +158,7 @@ class LearningCoefficient(TrainingMonitor):
 
     def _one(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the result of one network."""
-        if not all_finite(state):
+        if not_finite(state):
             return refused_record("its weights are not finite.")
         network, loss = self.copied(trainer, pl_module, state), loss_of(self, pl_module, self.loss)
         arguments = picked(self, *_SETTINGS)

@@ -202,6 +202,22 @@ def check_features(module: nn.Module, x: Tensor, channels: int, grid: tuple[int,
 
 
 def not_finite(state: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors with NaN or infinity; 8-bit floats are converted, as torch cannot compare them."""
-    eight = [value.float() if value.is_floating_point() and value.itemsize == 1 else value for value in state.values()]
-    return [name for name, value in zip(state, eight, strict=True) if not value.isfinite().all()]
+    """Return the names of tensors with NaN or infinity, except masks of -inf."""
+    return [name for name, value in state.items() if not all_finite(value)]
+
+
+def must_be_finite(name: str, weights: Collection[str]) -> bool:
+    """Return whether a parameter or buffer of a network must be finite; other buffers may be masks."""
+    return name in weights or name.endswith(("running_mean", "running_var"))
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite, or it is a mask: -inf beside numbers most of which are equal.
+
+    8-bit floats are converted, as torch cannot compare them.
+    """
+    tensor = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    if bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):  # the sum is faster, but may overflow
+        return True
+    others = tensor[tensor != -math.inf] if tensor.is_floating_point() else tensor
+    return bool(others.isfinite().all()) and 2 * len(others.unique()) <= len(others)

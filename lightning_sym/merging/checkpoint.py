@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checkpoint_files import CONFIGURATION, Found, check_described, configuration_in, locate
+from lightning_sym._checks import all_finite
 from lightning_sym._files import load_json
 from lightning_sym._text import unknown
 from lightning_sym.merging.folders import configured_as, files_beside, notes_beside
@@ -19,7 +20,7 @@ from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import Model, build_light, model_in, names_in_network
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
-from lightning_sym.symmetry.proof import all_finite, double
+from lightning_sym.symmetry.proof import double
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
 from lightning_sym.weights import listed, match_weights, read_weights

@@ -9,11 +9,10 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_sym._checks import check_numbers
+from lightning_sym._checks import all_finite, check_numbers
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import weighted_sum
 from lightning_sym.merging import formulas
-from lightning_sym.symmetry.proof import all_finite
 
 T = TypeVar("T", Tensor, Mapping[str, Tensor])
 FLAGS = ("normalize", "rescale")

@@ -618,7 +618,7 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     of = torch.repeat_interleave(torch.tensor(counts))[counted]
     return Excess(
         missing,
-        nullity=tangents.rank + absorbed + missing,
+        nullity=tangents.rank + further.shape[1],
         whole=int((~counted).sum()) + known.shape[1] + further.shape[1],
         read=sizes > 0,
         moved=masks,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_sym._checks import must_be_finite
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.charts import charted
@@ -492,11 +493,6 @@ def _detached(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in network.state_dict().items()}
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite; their sum tells, unless it is too large itself."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
 def _finite(outputs: Iterable[Iterable[Tensor]]) -> int:
     return sum(int(t.isfinite().sum()) for found in outputs for t in found)
 
@@ -556,9 +552,9 @@ def perturb(symmetry: Group, network: nn.Module, amount: float, generator: torch
         if name in constants or not tensor.is_floating_point():
             continue  # constants of the architecture, and integers
         norm = float(torch.linalg.vector_norm(tensor))
-        finite = math.isfinite(norm) or all_finite(tensor)
-        if not finite and not (name in weights or name.endswith(("running_mean", "running_var"))):
-            continue  # masks of -inf
+        finite = math.isfinite(norm) or bool(torch.isfinite(tensor).all())
+        if not finite and not must_be_finite(name, weights):
+            continue
         # Drawing millions of numbers would take longer than everything else: large tensors get a few of the same ones.
         count = min(tensor.numel(), _DRAWN)
         begin = int(torch.randint(2 * _DRAWN - count + 1, (), generator=generator))

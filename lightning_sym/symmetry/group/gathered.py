@@ -109,7 +109,7 @@ class Gathered(ABC):
         """
         plan, tensors = self.plan, self.tensors
         squares = Squares(plan, tensors, self.dtype)
-        squares.require_finite(tensors)
+        squares.require_finite(tensors, self.parameters)
         self.gauge = ScaleGauge(plan, squares, self.wanted.scales, held, variance_scales(plan.structure, tensors))
         # Generators without a determined scale do not help to order living units; their positions count as absent.
         determined = plan.used @ self.gauge.dead.astype(np.float64) == 0

@@ -10,6 +10,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
+from lightning_sym._checks import must_be_finite
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes, rising
 from lightning_sym.symmetry.tracing.affine.translations import NORM
 from lightning_sym.symmetry.tracing.structure import Slot, Structure
@@ -213,13 +214,15 @@ class Squares:
             return float(torch.linalg.vector_norm(self._roots[name], dtype=torch.float64)) ** 2
         return float(self._terms[name].sum())
 
-    def require_finite(self, tensors: Mapping[str, Tensor]) -> None:
-        """Check that all values are finite.
+    def require_finite(self, tensors: Mapping[str, Tensor], weights: Collection[str]) -> None:
+        """Check that all values are finite, except those of masks.
 
         Raises:
             ValueError: If a value is not finite.
         """
         for name in tensors:
+            if not must_be_finite(name, weights):
+                continue
             # Summing the squares is cheaper for large tensors than looking at every entry again.
             finite = math.isfinite(self.total(name)) if name in self else bool(torch.isfinite(tensors[name]).all())
             if not finite:

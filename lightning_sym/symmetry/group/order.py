@@ -16,6 +16,8 @@ from lightning_sym.symmetry.tracing.structure import Slot, Structure
 _TIE = 1e-9
 # Squared norms that are smaller, relative to the largest of a unit, are rounding.
 _ROUNDING = 1e-24
+# Larger numbers, of masks, do not count.
+_MASKED = 1e30
 
 
 class Gauged:
@@ -37,6 +39,8 @@ class Gauged:
     def weight(self, name: str) -> Floats:
         """Return a tensor under the scales and signs; positions that do not count are 0."""
         value: Floats = self.tensors[name].detach().to("cpu", torch.float64).numpy()
+        if not max(value.max(initial=0.0), -value.min(initial=0.0)) < _MASKED:
+            value = np.where(abs(value) < _MASKED, value, 0.0)
         for slot in self.slots[name]:
             scale, sign, shown = (_spread(own, slot, value.ndim) for own in (self.scale, self.sign, self.shown))
             if slot.kind == "variance":

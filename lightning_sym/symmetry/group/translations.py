@@ -384,8 +384,9 @@ def nearest(
 ) -> Tensor:
     """Return the shift that brings its direct additions as near to a reference as it can.
 
-    Additions through weights follow; biases that compensate for these are fitted afterwards. From different
-    points of one orbit it leads to the same tensors, up to the linear part of the group.
+    Additions through weights follow; biases that compensate for these are fitted afterwards, and buffers where they
+    alone are shifted. From different points of one orbit it leads to the same tensors, up to the linear part of the
+    group.
 
     Args:
         space: All shifts.
@@ -433,7 +434,9 @@ class _Nearest:
                 element[some[0].places] = self._of_writers(some)
         if not bool(element.isfinite().all()):
             return torch.zeros_like(element)
-        self._rest(element)
+        entries = np.flatnonzero(self.used[: self.space.entries])
+        for names in (self.names, set() if self.reference is not None else self.tensors.keys() - self.names):
+            entries = self._rest(element, entries, names)
         return element
 
     def _of_writers(self, coupled: Sequence[Writers]) -> Tensor:
@@ -448,40 +451,44 @@ class _Nearest:
         multiples = self.located.multiples[coupled[0].places]
         return torch.from_numpy(np.divide(-step.ravel(), multiples, out=np.zeros_like(multiples), where=multiples != 0))
 
-    def _rest(self, element: Tensor) -> None:
-        """Fit all additions except those to weights' outputs, until nothing moves any more."""
-        entries = np.flatnonzero(self.used[: self.space.entries])
-        if not len(entries):
-            return
-        places, given, weight = self._places(element)
+    def _rest(self, element: Tensor, entries: Ints, names: Collection[str]) -> Ints:
+        """Fit all additions to tensors, except those to weights' outputs, until nothing moves any more.
+
+        Returns:
+            The entries that move none of these tensors.
+        """
+        places, given, weight = self._places(element, names)
+        if not len(entries) or not np.isfinite(given).all():
+            return entries[:0]
         forms = self.located.matrix[:, entries] @ sparse.diags(self.located.multiples[entries])
         forms = forms.tocsr()[places]
         forms.eliminate_zeros()  # of entries that do not pass
         scale = scales(forms)
         solve = _Least((sparse.diags(scale) @ forms).tocsr(), weight)
         size = np.abs(given).max(initial=0.0)
-        if not np.isfinite(given).all():
-            return
         for _ in range(_MOST):
             known = self.located.known(element)
             step = -solve(scale * (given + known[places]))
             if not (np.abs(step) > _SETTLED * max(size, np.abs(element.numpy()).max())).any():
-                return
+                break
             element[torch.from_numpy(entries)] += torch.from_numpy(step)
+        return entries[forms.getnnz(0) == 0]
 
-    def _places(self, element: Tensor) -> tuple[Ints, Floats, Floats]:
-        """Return the wanted unknowns that are seen in parameters, their values, and how often they occur."""
+    def _places(self, element: Tensor, names: Collection[str]) -> tuple[Ints, Floats, Floats]:
+        """Return the wanted unknowns that are seen in some tensors, their values, and how often they occur."""
         at, given, weight = [np.zeros(0, np.int64)], [np.zeros(0)], [np.zeros(0)]
         for part in self.parts.free:
-            if part.name in self.names:
+            if part.name in names:
                 apart = self._apart(part.name)
                 thin = [axis for axis, size in enumerate(part.at.shape) if size < apart.shape[axis]]
-                times = math.prod(apart.shape[axis] for axis in thin)
+                held = apart.isfinite()  # masks hold -inf
+                both = apart.masked_fill(~held, 0.0), held.double()
+                total, times = (own.sum(thin) if thin else own for own in both)
                 at.append(part.at.ravel())
-                given.append((apart.mean(thin) if thin else apart).reshape(-1).numpy())
-                weight.append(np.full(part.at.size, float(times)))
+                given.append((total / times.clamp(min=1)).reshape(-1).numpy())
+                weight.append(times.reshape(-1).numpy())
         for rows in self.parts.readers:
-            if rows.name in self.names and self.located.matrix[rows.at.ravel()].nnz:
+            if rows.name in names and self.located.matrix[rows.at.ravel()].nnz:
                 at.append(rows.at.ravel())
                 own, often = self._of_rows(rows, element)
                 given.append(own.reshape(-1).numpy())

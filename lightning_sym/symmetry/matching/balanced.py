@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import must_be_finite
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.canonical.form import balanced_element, settled_element
 from lightning_sym.symmetry.group.element import Element
@@ -44,7 +45,7 @@ def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
     for which, network in networks.items():
         check_architecture(symmetry, network, which)
         for name, tensor in symmetry.tensors(network).items():
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            if must_be_finite(name, symmetry.weight_names) and not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} of {which} holds values that are not finite; networks must be finite.")
             if tensor.is_floating_point() and name in symmetry.weight_names:
                 own = torch.promote_types(tensor.dtype, torch.float32)

@@ -18,6 +18,13 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.weights import with_forms
+from lightning_sym.symmetry.tracing.capture import state_tensors
+
+# Larger networks are not compared with points of their own orbits.
+_CHECKED = 2 * 10**6
+# Distances, relative to the norm of the weights, that rounding to single precision explains.
+_ROUNDING = 1e-3
+_APART = "no lower bound is known: the balanced forms of two points of one orbit differ"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +88,8 @@ def orbit_distance(
     Note:
         The bounds hold for permutations, signs and rotations of the balanced networks. For distances between orbits
         with free scales, see :func:`lightning_sym.landscape.orbit_distances`. A dead unit has no balanced form and
-        stays unchanged: a note says so, and the lower bound is 0.
+        stays unchanged: a note says so, and the lower bound is 0. It also is 0 if it keeps ``b`` apart from a
+        random point of its own orbit, which is tested up to 2 million numbers.
     """
     check_integers(restarts=restarts)
     check_networks(symmetry, a=a, b=b)
@@ -105,7 +113,20 @@ def orbit_distance(
             upper = min(upper, math.sqrt(descent.squared_distance))
         notes = tuple(note for own, _ in said for note in own)
         lower = 0.0 if unknown else min(lower_bound(descent), upper)
+        if lower and balance and _keeps_apart(symmetry, b, where, signs=signs, seed=seed):
+            lower, notes = 0.0, (*notes, _APART)
         return OrbitDistance(upper, lower, notes)
+
+
+def _keeps_apart(symmetry: Symmetry, network: nn.Module, where: torch.device, *, signs: bool, seed: int) -> bool:
+    """Whether the lower bound between a network and a random point of its own orbit is not 0."""
+    states = state_tensors(network).values()
+    if sum(tensor.numel() for tensor in states) > _CHECKED:
+        return False
+    moved = symmetry.act(symmetry.sample(torch.Generator().manual_seed(seed), scale=0.5, signs=signs), network)
+    compared = comparable(symmetry, network, moved, balance=True)
+    size = math.sqrt(math.fsum(float(own.double().square().sum()) for own in compared.target(where).values()))
+    return lower_bound(Descent(compared, signs=signs, device=where)) > _ROUNDING * size
 
 
 def lower_bound(descent: Descent) -> float:
