@@ -211,13 +211,18 @@ def must_be_finite(name: str, weights: Collection[str]) -> bool:
     return name in weights or name.endswith(("running_mean", "running_var"))
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite, or it is a mask: -inf beside numbers most of which are equal.
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite, or unknown, on the meta device."""
+    if tensor.is_meta:
+        return True
+    if tensor.is_floating_point() and tensor.itemsize == 1:
+        tensor = tensor.float()  # torch cannot compare these
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())  # the sum is faster, but may overflow
 
-    8-bit floats are converted, as torch cannot compare them.
-    """
-    tensor = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-    if bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()):  # the sum is faster, but may overflow
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite, or it is a mask: -inf beside a few different numbers."""
+    if is_finite(tensor):
         return True
     others = tensor[tensor != -math.inf] if tensor.is_floating_point() else tensor
     return bool(others.isfinite().all()) and 2 * len(others.unique()) <= len(others)

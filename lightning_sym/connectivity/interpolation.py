@@ -1,6 +1,7 @@
 """Interpolation in weight space: linear paths, weight averages, and the loss barrier along a path."""
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from lightning_sym._checks import check_counts_alike, check_integers
+from lightning_sym._checks import check_counts_alike, check_integers, is_finite
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
@@ -30,7 +31,7 @@ def interpolate(a: nn.Module, b: nn.Module, t: float) -> nn.Module:
     Its floating (or complex) parameters and buffers are ``(1 - t) a + t b``, running statistics included. For batch
     norms these are not the statistics of the new weights, see
     :func:`lightning_sym.networks.recalibrate_batch_norm`. At ``t = 0`` and ``t = 1`` they are bitwise those of ``a``
-    and ``b``.
+    and ``b``, and everywhere where both hold the same infinity, as masks do.
 
     Args:
         a: The network at ``t = 0``, which also determines the rest (integer buffers, dtype, device, ``requires_grad``,
@@ -135,8 +136,17 @@ def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], dtype
         total = flat[0][part].to(exact, copy=True).mul_(coefficients[0])
         for coefficient, tensor in zip(coefficients[1:], flat[1:], strict=True):
             total.add_(tensor[part].to(first.device, exact), alpha=coefficient)
-        into[part] = total
+        into[part] = total if (kept := _kept(flat, part)) is None else torch.where(kept, flat[0][part], total)
     return result
+
+
+def _kept(tensors: Sequence[Tensor], part: slice = slice(None)) -> Tensor | None:
+    """Return a mask of the places where tensors hold one infinity, as masks do; None if the first one is finite."""
+    first = tensors[0][part]
+    if is_finite(first):
+        return None
+    same = [tensor[part].to(first) == first for tensor in tensors[1:]]
+    return functools.reduce(torch.logical_and, same, first.isinf())
 
 
 def parts(numbers: int, unit: int = 1) -> Iterator[slice]:
@@ -444,20 +454,21 @@ def line(a: nn.Module, b: nn.Module, target: nn.Module) -> Callable[[float], Non
     """
     ends = _floating(b)
     # Moved to the target's device once, not at every point.
-    triples = [
-        (start, ends[name].to(start.device), out)
-        for (name, start), out in zip(_floating(a).items(), _floating(target).values(), strict=True)
-    ]
+    paths = []
+    for (name, start), out in zip(_floating(a).items(), _floating(target).values(), strict=True):
+        paths.append((start, end := ends[name].to(start.device), out, _kept([start, end])))
 
     def place(t: float) -> None:
         with torch.no_grad():
-            for start, end, out in triples:
+            for start, end, out, kept in paths:
                 if t == 0:
                     out.copy_(start)
                 elif t == 1:
                     out.copy_(end)
                 else:
                     torch.lerp(start, end, t, out=out)
+                    if kept is not None:
+                        out.copy_(torch.where(kept, start, out))
 
     return place
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_sym._checks import all_finite, check_numbers
+from lightning_sym._checks import all_finite, check_numbers, is_finite
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import weighted_sum
 from lightning_sym.merging import formulas
@@ -307,6 +307,10 @@ def _merged(
         dtype = tensors[0].dtype
     elif not all(tensor.is_floating_point() for tensor in given):
         raise ValueError(f"{says} must be floating, got {', '.join(str(own.dtype) for own in given)}.")
+    if not is_finite(given[0]):
+        if all(bool((own == given[0].to(own)).all()) for own in given[1:]):
+            return given[0].detach().to(dtype)
+        raise ValueError(f"{says} must be the same where they hold infinities, as masks do.")
     flat = [tensor.detach().reshape(-1) for tensor in given]
     origin = None if base is None else flat[-1]
     group = formulas.TensorGroup(flat[: len(tensors)], origin, tensors[0].shape, each, shared, seed, name, tally)
