@@ -136,16 +136,18 @@ def weighted_sum(tensors: Sequence[Tensor], coefficients: Sequence[float], dtype
         total = flat[0][part].to(exact, copy=True).mul_(coefficients[0])
         for coefficient, tensor in zip(coefficients[1:], flat[1:], strict=True):
             total.add_(tensor[part].to(first.device, exact), alpha=coefficient)
-        into[part] = total if (kept := _kept(flat, part)) is None else torch.where(kept, flat[0][part], total)
+        into[part] = (
+            total if (kept := _kept([own[part] for own in flat])) is None else torch.where(kept, flat[0][part], total)
+        )
     return result
 
 
-def _kept(tensors: Sequence[Tensor], part: slice = slice(None)) -> Tensor | None:
+def _kept(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a mask of the places where tensors hold one infinity, as masks do; None if the first one is finite."""
-    first = tensors[0][part]
+    first = tensors[0]
     if is_finite(first):
         return None
-    same = [tensor[part].to(first) == first for tensor in tensors[1:]]
+    same = [tensor.to(first) == first for tensor in tensors[1:]]
     return functools.reduce(torch.logical_and, same, first.isinf())
 
 

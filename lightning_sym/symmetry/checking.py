@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from lightning_sym._checks import all_finite, must_be_finite
+from lightning_sym._checks import is_finite, must_be_finite
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
@@ -93,5 +93,5 @@ def check_network(network: nn.Module) -> None:
             raise TypeError(f"{name} has dtype {parameter.dtype}; expected real floating-point parameters")
     weights = dict(network.named_parameters())
     for name, tensor in states.items():
-        if must_be_finite(name, weights) and not tensor.is_meta and not all_finite(tensor):
+        if must_be_finite(name, weights) and not is_finite(tensor):
             raise ValueError(f"{name} holds values that are not finite; expected finite weights and statistics")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_sym._checks import must_be_finite
 from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.tracing.alike import stacks_of
 from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
@@ -18,7 +19,7 @@ class Tensors(NamedTuple):
     Attributes:
         states: Every tensor once, by its first name. Constants on the meta device have their initial values.
         parameters: The names of the parameters.
-        unsaved: The names of tensors that no state dict contains.
+        unsaved: The names of tensors that no state dict contains, and of masks: buffers that hold infinities.
         weightless: Whether some tensors are on the meta device.
     """
 
@@ -33,21 +34,24 @@ class Tensors(NamedTuple):
         states, weightless = state_tensors(network), is_weightless(network)
         parameters = [name for name, _ in network.named_parameters() if name in states]
         states |= constant_values(network) if weightless else {}
-        return cls(states, parameters, constant_names(network), weightless)
+        others = ((name, own) for name, own in states.items() if name not in {*parameters} and not own.is_meta)
+        masks = {name for name, own in others if own.is_floating_point() and not must_be_finite(name, parameters)
+                 and bool(own.isinf().any())}  # fmt: skip
+        return cls(states, parameters, constant_names(network) | masks, weightless)
 
     @property
     def fixed(self) -> dict[str, Tensor]:
-        """The values of floating-point constants: buffers that no state dict contains, or of infinite numbers."""
+        """The values of floating-point constants."""
         floating = {
             name: tensor.detach()
             for name, tensor in self.states.items()
             if name not in self.parameters and tensor.is_floating_point() and not tensor.is_meta
         }
-        return {name: own for name, own in floating.items() if name in self.unsaved or bool(own.isinf().all())}
+        return {name: own for name, own in floating.items() if name in self.unsaved}
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """The buffers that no element changes: integers, and those that no state dict contains."""
+        """The buffers that no element changes: integers and constants."""
         buffers = {name: own for name, own in self.states.items() if name not in self.parameters}
         return {name: own for name, own in buffers.items() if name in self.unsaved or not own.is_floating_point()}
 
