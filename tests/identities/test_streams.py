@@ -3,9 +3,11 @@
 See docs/theory/transformers.md, 2.
 """
 
+import copy
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 from architectures import Logits
@@ -236,3 +238,28 @@ def test_stream_of_a_language_model_is_rotated_unless_embeddings_are_tied(kind):
         assert sizes == ([] if tie else [(8, kind == "GPT2")])
         assert any("embeddings are tied" in note for note in symmetry.notes) == tie
         assert not math.isnan(symmetry.worst_error)
+
+
+def test_gains_between_two_layer_norms_can_follow_the_roots_of_a_polynomial() -> None:
+    """Left out: a direction whose points are no group, as roots cease to be real; the nullity counts it."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(N, D), nn.LayerNorm(D)).double()
+    first, norm = network
+    gain = torch.linspace(-1, 2, D, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(gain)
+        norm.bias.normal_()
+    moved = copy.deepcopy(network)
+    other = torch.from_numpy(np.sort(np.roots(np.poly(gain.numpy()) + np.eye(D + 1)[D] / 10)))
+    across = torch.linalg.svd(torch.ones(1, D, dtype=torch.float64)).Vh[1:]
+    values, frames = zip(*(torch.linalg.eigh(across @ own.diag() @ across.mT) for own in (gain, other)), strict=True)
+    torch.testing.assert_close(*values, rtol=1e-9, atol=1e-9)  # the critical points of both polynomials
+    turn = across.mT @ frames[1] @ frames[0].mT @ across + 1 / D
+    with torch.no_grad():
+        moved[0].weight.copy_(turn @ first.weight)
+        moved[0].bias.copy_(turn @ first.bias)
+        moved[1].weight.copy_(other)
+        moved[1].bias.copy_(turn @ norm.bias)
+    x = torch.randn(7, N, dtype=torch.float64)
+    one, two = (F.layer_norm(own(x), (D,)) for own in (network, moved))
+    torch.testing.assert_close(two, one @ turn.mT, rtol=EXACT, atol=EXACT)
