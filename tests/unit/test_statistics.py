@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import refused
 
-from lightning_sym._statistics import bootstrap_over_models
+from lightning_sym._statistics import bootstrap_over_models, student_interval
 
 
 def all_pairs(models: int) -> list[tuple[int, int]]:
@@ -127,6 +127,9 @@ def test_coverage_where_pairs_share_models():
         refused(bootstrap_over_models, [(0, 1), (4, 2)], [1.0, np.nan], says="that of pair (4, 2) is not"),
         refused(bootstrap_over_models, [(0, 1), (4, 2)], [[1.0, 1.0], [1.0, np.inf]], says="that of pair (4, 2) is"),
         refused(bootstrap_over_models, [(0, 1)], [1.0], level=1.0),
+        refused(student_interval, [1.0], says="at least two finite numbers, got [1.]"),
+        refused(student_interval, [1.0, np.nan], says="got [ 1. nan]"),
+        refused(student_interval, [[1.0, 2.0]], says="at least two finite numbers"),
         refused(bootstrap_over_models, [(0, 1)], [1.0], samples=0),
     ],
 )
