@@ -1,6 +1,5 @@
 """A network at a point of a curve in weight space, with the curve's control points as parameters."""
 
-import copy
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_sym.connectivity.curves import Curve, CurveKind
 from lightning_sym.connectivity.interpolation import check_same_structure
 from lightning_sym.landscape.planes import trainable, weight_vector
+from lightning_sym.symmetry.tracing.capture import copied
 
 
 class CurveNetwork(nn.Module):
@@ -57,7 +57,7 @@ class CurveNetwork(nn.Module):
         own: dict[Tensor, str] = {}
         names = {n: own.setdefault(p, n) for n, p in start.named_parameters(remove_duplicate=False)}
         self._own_names = {name: first for name, first in names.items() if first in self._shapes}  # includes tied names
-        self.network = _without_weights(copy.deepcopy(start)).train()  # endpoints are often in evaluation mode
+        self.network = _without_weights(copied(start)).train()  # endpoints are often in evaluation mode
 
     def forward(self, inputs: Any) -> Any:
         """Return the network's outputs at the current point."""

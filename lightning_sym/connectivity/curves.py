@@ -1,6 +1,5 @@
 """Curves in weight space between two networks: Bezier curves and polygonal chains."""
 
-import copy
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from lightning_sym._checks import check_integers, check_known
 from lightning_sym._files import load_json, write_atomically
 from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, LossOptions, split_losses
 from lightning_sym.landscape.planes import WeightPlane, trainable, weight_tensors
+from lightning_sym.symmetry.tracing.capture import copied
 
 CurveKind: TypeAlias = Literal["bezier", "chain"]
 KINDS: tuple[CurveKind, ...] = get_args(CurveKind)
@@ -299,7 +299,7 @@ def curve_barriers(
     """
     check_integers(2, points=points)
     t = torch.linspace(0, 1, points, dtype=torch.float64)
-    scratch = copy.deepcopy(network)
+    scratch = copied(network)
     found = split_losses(scratch, curve.writer(scratch), t.tolist(), splits, **options)
     return {name: Barrier(own.loss, own.accuracy, own.samples, own.recalibrated, t) for name, own in found.items()}
 

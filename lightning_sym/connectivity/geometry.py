@@ -1,6 +1,5 @@
 """Curvature of the loss and sensitivity of the function at points of a curve in weight space."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_nor
 from lightning_sym.networks.modes import in_precision
 from lightning_sym.similarity.cka import Alignment, alignments
 from lightning_sym.symmetry import Symmetry
+from lightning_sym.symmetry.tracing.capture import copied
 
 DIRECTIONS = ("straight", "detour", "tangent", "random")
 # Steps of central differences. The smaller ones fit between kinks of piecewise linear networks.
@@ -214,7 +214,7 @@ def curve_geometry(
     check_numbers("in (0, 1)", tolerance=tolerance)
     device = device_of(network)
     dtype = wide(device)
-    scratch = in_precision(copy.deepcopy(network), dtype).eval()
+    scratch = in_precision(copied(network), dtype).eval()
     exact = Curve(curve.points.detach().to(device, dtype), curve.kind)
     place = exact.writer(scratch)
     norms = batch_norms(scratch)

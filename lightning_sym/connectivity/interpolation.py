@@ -1,6 +1,5 @@
 """Interpolation in weight space: linear paths, weight averages, and the loss barrier along a path."""
 
-import copy
 import functools
 import math
 import warnings
@@ -19,6 +18,7 @@ from lightning_sym._checks import check_counts_alike, check_integers, is_finite
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.tracing.capture import copied
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -56,7 +56,7 @@ def interpolate(a: nn.Module, b: nn.Module, t: float) -> nn.Module:
     if not math.isfinite(t):
         raise ValueError(f"t must be finite, got {t}.")
     check_same_structure(a, b)
-    result = copy.deepcopy(a)
+    result = copied(a)
     line(a, b, result)(t)
     return result
 
@@ -81,7 +81,7 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     if not networks:
         raise ValueError("networks must have at least one network, got none.")
     means = mean_tensors(networks, weights)
-    result = copy.deepcopy(networks[0])
+    result = copied(networks[0])
     with torch.no_grad():
         for (_, mean), target in zip(means, _floating(result).values(), strict=True):
             target.copy_(mean)
@@ -305,7 +305,7 @@ def barrier(
     check_integers(2, points=points)
     check_same_structure(a, b)
     t = torch.linspace(0, 1, points, dtype=torch.float64)
-    scratch = copy.deepcopy(a)
+    scratch = copied(a)
     curve = curve_losses(scratch, line(a, b, scratch), t.tolist(), data, **options)
     return Barrier(curve.loss, curve.accuracy, curve.samples, curve.recalibrated, t)
 

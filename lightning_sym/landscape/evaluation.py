@@ -1,6 +1,5 @@
 """The loss of one network at many weight vectors."""
 
-import copy
 import itertools
 import math
 import time
@@ -20,6 +19,7 @@ from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, 
 from lightning_sym.landscape.planes import WeightPlane, as_tensors, trainable, weight_vector
 from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
 from lightning_sym.networks.modes import in_precision
+from lightning_sym.symmetry.tracing.capture import copied
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -254,7 +254,7 @@ class LossSurface:
 
     def _private(self, network: nn.Module) -> tuple[nn.Module, Tensor]:
         """Copy the network, with trainable parameters that are views of one vector; return the copy and the vector."""
-        private = in_precision(copy.deepcopy(network), self.dtype).eval()
+        private = in_precision(copied(network), self.dtype).eval()
         flat = weight_vector(private)
         nn.utils.vector_to_parameters(flat, trainable(private).values())
         private.requires_grad_(False)

@@ -1,6 +1,5 @@
 """The loss of a network on data that are held in memory, at many weight vectors at once."""
 
-import copy
 import functools
 import operator
 import re
@@ -21,6 +20,7 @@ from lightning_sym._random import derive_seed, seeded
 from lightning_sym.landscape.langevin import lanczos_top
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.networks.modes import in_precision, twice_differentiable
+from lightning_sym.symmetry.tracing.capture import copied
 
 BatchLoss = Callable[[Any, Any], Tensor]
 # Calls before a function is recorded, which takes as long as a few calls.
@@ -61,7 +61,7 @@ class LossOnData:
         block_size: int = 2048,
         execution: Literal["vmap", "loop"] = "vmap",
     ) -> None:
-        self.network = in_precision(copy.deepcopy(network), dtype).eval()
+        self.network = in_precision(copied(network), dtype).eval()
         self.own = weight_vector(self.network)
         self._compare = _cross_entropy if loss is F.cross_entropy else loss
         self._block, self._execution = block_size, execution

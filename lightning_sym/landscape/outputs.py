@@ -1,6 +1,5 @@
 """The outputs of one network on fixed inputs at any weights, and J around such weights."""
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch.func import functional_call, jacrev, vmap
 from lightning_sym.landscape.evaluation import LossSurface
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.networks.modes import PlainDistances, in_precision
+from lightning_sym.symmetry.tracing.capture import copied
 
 
 class NetworkOutputs:
@@ -29,7 +29,7 @@ class NetworkOutputs:
             raise ValueError(
                 f"inputs must hold at least one input, shape [N, ...], got shape {list(inputs.shape)}; give some."
             )
-        self.network = in_precision(copy.deepcopy(network), dtype).eval()
+        self.network = in_precision(copied(network), dtype).eval()
         if not any(parameter.requires_grad for parameter in network.parameters()):
             raise ValueError("the network has no trainable parameters; expected some with requires_grad=True.")
         self.own = weight_vector(self.network)

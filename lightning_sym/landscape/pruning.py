@@ -1,6 +1,5 @@
 """Pruning on the Rashomon set: units are removed as long as the loss stays below that of the whole network plus eps."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from lightning_sym._distributed import device_of, moved, on_device_of, summed, t
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.tracing.capture import copied
 
 Loss = Callable[[Any, Any], Tensor]
 _ROUNDING = 1e-6  # relative, of a mean loss in float32
@@ -448,7 +448,7 @@ def rashomon_pruning(
         recalibrate_batch_norm(candidate, data)
         return mean_loss(candidate, data, loss)[0]
 
-    walker = copy.deepcopy(network)
+    walker = copied(network)
     units = removable_units(walker, inputs[:2])
     pruning = Pruning(units, settings, evaluate=evaluate, batches=lambda: data, describe=describe)
     pruning.start(walker)

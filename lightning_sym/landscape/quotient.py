@@ -1,6 +1,5 @@
 """Weights up to symmetry: distances to orbits, representatives, the quotient."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from lightning_sym.symmetry import Call, canonicalize, trace_symmetry, weight_ma
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.proof import double, outputs_of
+from lightning_sym.symmetry.tracing.capture import copied
 
 # Quartics (pairs of units) that are solved at once.
 _PAIRS = 2**18
@@ -174,7 +174,7 @@ def orbit_distances(
 
 def _prepared(network: nn.Module, example_input: Any, symmetry: Symmetry | None) -> tuple[nn.Module, Symmetry]:
     """Return a copy in float64 on the CPU, and its symmetry."""
-    exact = in_precision(copy.deepcopy(network).to("cpu"), torch.float64).eval()
+    exact = in_precision(copied(network).to("cpu"), torch.float64).eval()
     if symmetry is None:
         symmetry = trace_symmetry(exact, on_device_of(exact, double(example_input)))
     symmetry.require(exact)
@@ -193,7 +193,7 @@ def _checked(vectors: Tensor, size: int) -> Tensor:
 
 def _loaded(network: nn.Module, vector: Tensor) -> nn.Module:
     """Return a copy of a network with other trainable parameters."""
-    result = copy.deepcopy(network)
+    result = copied(network)
     nn.utils.vector_to_parameters(vector.clone(), trainable(result).values())
     return result
 

@@ -1,7 +1,6 @@
 """Removable units of a network: their positions, their effects, and the network without them."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.networks.narrowing import Axis, narrowed
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.symmetry.charts import charted
+from lightning_sym.symmetry.tracing.capture import copied
 
 Unit = tuple[str, int]
 """The name of an axis group, and the unit's number in it."""
@@ -291,7 +291,7 @@ class RemovableUnits:
         arguments = tuple(part.double() if part.is_floating_point() else part for part in example)
         # Weights that happen to be 0, and units that no example activates, would hide a mistake.
         for size in _PERTURBATIONS:
-            exact = copy.deepcopy(network).double().eval()
+            exact = copied(network).double().eval()
             with torch.no_grad():
                 for parameter in exact.parameters():
                     noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.device)
@@ -304,7 +304,7 @@ class RemovableUnits:
     def _fault(self, network: nn.Module, group: str, arguments: tuple[Tensor, ...]) -> str:
         """Return why units of a group cannot be removed; nothing if they can."""
         for number in (0, self.sizes[group] - 1):
-            silent = copy.deepcopy(network)
+            silent = copied(network)
             for parameter, axis, positions in self.outgoing(silent, [(group, number)]):
                 parameter.index_fill_(axis, positions, 0.0)
             try:

@@ -1,6 +1,5 @@
 """GPTQ: matrices are rounded so that their outputs on data change least, one layer after another."""
 
-import copy
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.orbit import rounding
+from lightning_sym.symmetry.tracing.capture import copied
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it, as in the authors' code
 
@@ -51,7 +51,7 @@ def round_by_gptq(
         True
     """
     rounding.check_rounding(bits, granularity, activations)
-    result = copy.deepcopy(network)
+    result = copied(network)
     batches = on_device_of(result, rounding.listed(data))
     axes, parameters, done = rounding.matrices_of(result), dict(result.named_parameters()), set[str]()
     with torch.no_grad():

@@ -1,6 +1,5 @@
 """Reparametrizations by hand that users know, as elements of the traced group; and pruning by Wanda."""
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -17,6 +16,7 @@ from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.group.ranges import Ranges, Slices
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
+from lightning_sym.symmetry.tracing.capture import copied
 
 _SWEEPS = 1000
 _ALPHAS = tuple(number / 20 for number in range(20))
@@ -208,7 +208,7 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float, *, keep: Coll
         [7, 7, 7, 7, 7, 7]
     """
     check_numbers("in [0, 1)", fraction=fraction)
-    result = copy.deepcopy(network)
+    result = copied(network)
     batches = on_device_of(result, rounding.listed(data))
     squares = rounding.squared_inputs(result, batches)
     axes = rounding.pruned_matrices(result, keep)

@@ -1,6 +1,5 @@
 """Rounding and pruning of weights, as objectives simulate them and as networks hold them."""
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias
@@ -16,6 +15,7 @@ from lightning_sym.networks.modes import evaluating, twice_differentiable
 from lightning_sym.orbit.objective import check_batches
 from lightning_sym.orbit.view import call_of
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import copied
 
 Granularity = Literal["tensor", "channel"]
 Scope = Literal["tensor", "global"]
@@ -70,7 +70,7 @@ def round_to_nearest(
         True
     """
     check_rounding(bits, granularity, activations)
-    result = copy.deepcopy(network)
+    result = copied(network)
     axes = matrices_of(result)
     with torch.no_grad():
         for name, parameter in result.named_parameters():
@@ -120,7 +120,7 @@ def prune_by_magnitude(
     """
     check_numbers("in [0, 1)", fraction=fraction)
     check_words(("scope", scope, ("tensor", "global")))
-    result = copy.deepcopy(network)
+    result = copied(network)
     axes = pruned_matrices(result, keep)
     own = {name: parameter.detach() for name, parameter in result.named_parameters() if name in axes}
     if scope == "global" and own:
@@ -409,7 +409,7 @@ def squared_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]
     Returns:
         By the name of the weight, and of its shape; float64.
     """
-    exact = copy.deepcopy(network).requires_grad_(True)
+    exact = copied(network).requires_grad_(True)
     parameters = dict(exact.named_parameters())
     found: dict[str, Tensor] = {}
 

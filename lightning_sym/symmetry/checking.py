@@ -12,6 +12,13 @@ from lightning_sym._checks import is_finite, must_be_finite
 from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.capture import state_tensors
 
+# Modules that hide the operations of others, by class.
+_MADE_FROM_OTHERS = {
+    "exported": "a program that torch.export made",
+    "scripted": "a scripted or traced module of TorchScript, with hidden operations",
+    "OptimizedModule": "a module that torch.compile made (it has the other as _orig_mod)",
+    **dict.fromkeys(("DataParallel", "DistributedDataParallel"), "a wrapper for several devices (around its module)"),
+}
 # The options of `trace_symmetry`, which are not arguments of the network.
 _OPTIONS = ("example_input", "more_examples", "affine", "check", "tolerance", "cuts", "output", "shifts")
 
@@ -67,11 +74,11 @@ def check_network(network: nn.Module) -> None:
         ValueError: If weights are parametrised, lazy or not finite, or a module is scripted.
     """
     for name, module in network.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{name or 'the network'} is a scripted or traced module of TorchScript, with hidden operations; "
-                "expected the module that it was made from"
-            )
+        kind = "exported" if "eval" in vars(module) else type(module).__name__
+        if made := _MADE_FROM_OTHERS.get("scripted" if isinstance(module, torch.jit.ScriptModule) else kind):
+            raise ValueError(f"{name or 'the network'} is {made}; expected the module that it was made from")
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(f"{name or 'the network'} was compiled in place; expected a module without compile()")
         if parametrize.is_parametrized(module):
             raise ValueError(
                 f"{name or 'the network'} has parametrised weights, computed from other tensors; remove the "

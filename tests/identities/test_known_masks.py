@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
+from lightning_sym.connectivity import interpolate
 from lightning_sym.symmetry import trace_symmetry
 
 pytestmark = [
@@ -165,6 +166,8 @@ def test_a_pruned_network_is_moved_and_says_its_weights_at_once() -> None:
         if own is not fresh:  # torch computes its weights when it runs
             assert torch.equal(own[0].weight, own[0].weight_orig * own[0].weight_mask)
         assert difference(evaluate(own, (inputs,)), before) < 1e-9
+    middle = interpolate(network, moved, 0.5)  # torch cannot copy weights of a graph
+    assert torch.equal(middle[0].weight_orig, torch.lerp(network[0].weight_orig, moved[0].weight_orig, 0.5))
 
 
 @pytest.mark.parametrize("change", [prune.identity, parametrizations.weight_norm], ids=["pruned", "weight norm"])

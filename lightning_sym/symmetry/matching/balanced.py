@@ -32,6 +32,7 @@ def check_architecture(symmetry: Symmetry, network: nn.Module, which: str) -> No
         raise ValueError(f"{which} is not of the traced architecture: {error}.") from error
 
 
+@torch.no_grad()
 def check_networks(symmetry: Symmetry, **networks: nn.Module) -> None:
     """Check that networks have the traced architecture, and that values and their squares are finite.
 

@@ -158,6 +158,10 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
             says=f"{name} holds values that are not finite") for name in ("3.weight",
             "1.running_var") for value in (math.nan, math.inf, -math.inf)],
         refused(trace_symmetry, NOISY, X, says="change from run to run"),
+        *[refused(lambda made=made: trace_symmetry(made(mlp()), X), says=says) for made, says in (
+            (torch.compile, "_orig_mod); expected the module that it was made from"),
+            (nn.DataParallel, "a wrapper for several devices (around its module); expected the module"),
+            (lambda own: torch.export.export(own, (X,)).module(), "torch.export made; expected the module"))],
         refused(acted_on, mlp(9), says="0.weight; expected shape [8, 5]"),
         refused(acted_on, nn.Sequential(L(5, 8), nn.ReLU()), says="no such tensor: 2.weight"),
         refused(acted_on, nn.Sequential(*mlp(8), L(3, 3)), says="holds 3.weight"),
