@@ -91,6 +91,27 @@ class Architecture:
                 found, expected = leaves.get(name, "missing"), self.leaves.get(name, "no module")
                 raise ValueError(f"module {name} is {found} there; expected {expected}, as in the traced network")
 
+    def first_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """Return the first names of tensors.
+
+        Args:
+            tensors: Parameters and buffers, by any of their names in the network.
+
+        Raises:
+            ValueError: If the network has no tensor of some name, or names of one tensor hold other numbers.
+        """
+        if other := next((name for name in tensors if name not in self.names), None):
+            expected = f"expected names of its state dict, as {next(iter(self.names), 'none')}"
+            raise ValueError(f"the traced network has no tensor {other}; {expected}")
+        found = {name: self.names[name] for name in tensors}
+        for name, first in found.items():
+            if name != first and first in tensors and not _same_numbers(tensors[name], tensors[first]):
+                raise ValueError(
+                    f"{first} and {name} are one tensor in the traced network and hold other numbers here; expected "
+                    f"weights that are shared as in the traced network: {ADVICE}"
+                )
+        return found
+
     def _require_sharing(self, network: nn.Module, places: Mapping[str, torch.Tensor]) -> None:
         """Check that tensors share memory as in the traced network, or are equal where only those share it.
 

@@ -444,15 +444,22 @@ class Symmetry(ElementGroup):
         yield from left.items()
 
     def act_on(self, element: Element, tensors: Mapping[str, Tensor], *, shifts: bool = True) -> dict[str, Tensor]:
-        """Apply an element to some parameters or buffers, by name, without checks or changes in place.
+        """Apply an element to some parameters or buffers, by name, without changes in place.
 
         Args:
             element: From this symmetry.
-            tensors: Parameters or buffers, by name. A bias absorbs signs and shifts only if its weight is among them.
+            tensors: Parameters or buffers by name, as of a state dict. Neither shapes nor the element are checked. A
+                bias absorbs signs and shifts only if its weight is among them.
             shifts: Whether to add shifts, and to move running variances as evaluation asks for.
+
+        Raises:
+            ValueError: If the network has no tensor of some name, or names of one tensor hold other numbers.
         """
-        charts = self.structure.charts
-        return dict(uncharted(self.acted(element, charted(tensors, charts), shifts=shifts).items(), charts, tensors))
+        charts, known, own = self.structure.charts, self.architecture.first_of(tensors), dict[str, Tensor]()
+        for name, tensor in tensors.items():
+            own.setdefault(known[name], tensor)
+        moved = dict(uncharted(self.acted(element, charted(own, charts), shifts=shifts).items(), charts, own))
+        return {name: moved[known[name]] for name in tensors}
 
     def on_activations(self, element: Element, tap: Tap | str, network: nn.Module | None = None) -> ActivationAction:
         r"""Return the action of an element on a value inside the network, in evaluation mode.

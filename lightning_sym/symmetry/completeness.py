@@ -49,10 +49,18 @@ _POWERS = 8
 _MORE = 4
 # Divisor of the number of inputs where a network processes them one by one.
 _FASTER = 4
+# Number of directions along which derivatives are tested, relative length of a step, and of the difference allowed.
+_DIRECTIONS, _STEP, _UNLIKE = 16, 1e-6, 1e-2
+# Maximum number of further weights at which entries may be read.
+_READINGS = 12
+# Errors of torch where a function has no batched derivative.
+_REFUSALS = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)
 # Number of names in a note.
 _SHOWN = 6
 # Rectifiers; the first three write into their input.
 _RECTIFIERS = (torch.relu_, Tensor.relu_, F.relu_, torch.relu, Tensor.relu, F.relu)
+# Operations that stop gradients.
+_STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)
 # Functions that are constant for many units at most weights, or that jump: their derivatives show nothing. Each is
 # replaced by a smooth function with the same group, which is as close to linear, odd or even.
 _SMOOTH: Mapping[Any, Callable[..., Tensor]] = {
@@ -140,6 +148,12 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     if found is None:
         symmetry.unmeasured = "no derivative, or another at all tested weights"
         return
+    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=True):
+        warnings.simplefilter("ignore")
+        read = _read_at_some(symmetry, exact, network.state_dict(), calls, found.read)
+        if not _has_its_derivative(exact, calls[0]) or _moves_outputs(exact, ~read, calls):
+            symmetry.unmeasured = "its derivatives are other functions' or 0, as those of steps"
+            return
     if found.sure:
         symmetry.nullity = found.nullity
     idle = symmetry.dimension - (found.nullity - found.missing)
@@ -151,9 +165,6 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
             f"{idle} of {symmetry.dimension} dimensions of this group change nothing (at these sizes)",
         )
     if not bool(found.read.all()):
-        with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=True):
-            warnings.simplefilter("ignore")
-            read = found.read | _read_at_some(symmetry, exact, network.state_dict(), calls)
         symmetry.notes = (*symmetry.notes, *_unread(symmetry, exact, read, captures))
     if found.missing:
         names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
@@ -168,17 +179,27 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         )
 
 
-def _read_at_some(symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call]) -> Tensor:
-    """Return a mask of the entries that an output depends on at some weights, with leaky rectifiers: none are dead."""
-    generator, read = (
-        torch.Generator().manual_seed(3),
-        torch.zeros(sum(weight.numel() for weight in exact.parameters()), dtype=torch.bool),
-    )
-    for amount in (math.inf, 0.3, math.inf, 0.03):
+def _read_at_some(
+    symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call], read: Tensor
+) -> Tensor:
+    """Return a mask of the entries that an output depends on at some weights, with leaky rectifiers: none are dead.
+
+    Args:
+        symmetry: See :func:`_least`.
+        exact: See there.
+        own: See there.
+        calls: See there.
+        read: Entries that are known to be read. Shape (entries,).
+    """
+    generator, counts = torch.Generator().manual_seed(3), [-1, -1]
+    for amount in (math.inf, 0.3, math.inf, 0.03, *[math.inf] * _READINGS):
+        if bool(read.all()) or (amount == math.inf and len(counts) > 5 and counts[-5] == counts[-1]):
+            break
         _draw(symmetry, exact, own, generator, amount)
         for call in _further(exact, calls, generator):
             with contextlib.suppress(Exception):  # as in `measure`
-                read |= (_rows(exact, call, 1, generator).nan_to_num(0.0) != 0).any(0)
+                read = read | (_rows(exact, call, 1, generator).nan_to_num(0.0) != 0).any(0)
+        counts.append(int(read.sum()))
     return read
 
 
@@ -201,6 +222,16 @@ def _unread(symmetry: Symmetry, network: nn.Module, read: Tensor, captures: Sequ
     more = f" and of {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     text = "no output depends on {}{} (at these sizes): the measured nullity does not count these"
     return [text.format(", ".join(named[:_SHOWN]), more)] if named else []
+
+
+class _Passing(TorchFunctionMode):
+    """Lets gradients pass where a network stops them: its outputs depend on these weights all the same."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _STOPS:
+            return args[0]
+        with torch.enable_grad():
+            return function(*args, **({} if kwargs is None else kwargs))
 
 
 class _Batched(TorchFunctionMode):
@@ -515,6 +546,75 @@ def _rank(values: Tensor) -> int:
     return int((values > _ZERO * float(values.max())).sum()) if len(values) else 0
 
 
+def _function(network: nn.Module, call: Call) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Return the flat outputs as a function of parameters and of the tensors of a call, and these tensors."""
+    buffers, (leaves, structure) = dict(network.named_buffers()), pytree.tree_flatten(call)
+
+    def outputs(weights: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        given = iter(tensors)
+        own: Call = pytree.tree_unflatten(
+            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+        )
+        with _Passing():
+            found = functional_call(network, (dict(weights), buffers), own.positional, dict(own.keywords))
+        counted = (leaf for leaf in own.counted(found) if leaf.is_floating_point())
+        return torch.cat([torch.nan_to_num(leaf, 0.0, 0.0, 0.0).flatten() for leaf in counted])
+
+    return outputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _has_its_derivative(network: nn.Module, call: Call) -> bool:
+    """Whether derivatives predict small changes of the outputs; functions may define those of other functions."""
+    generator, (outputs, tensors) = torch.Generator().manual_seed(4), _function(network, call)
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    numbers = []
+    for given in zip(*(_varied(tensor, _DIRECTIONS, generator) for tensor in tensors), strict=True):
+        along = {
+            name: _STEP * own.abs().mean() * torch.randn(own.shape, generator=generator, dtype=own.dtype)
+            for name, own in parameters.items()
+        }
+        ends = [outputs({name: own + by * along[name] for name, own in parameters.items()}, given) for by in (-1, 1)]
+        sums = torch.randn(ends[0].shape, generator=generator, dtype=torch.float64)
+        if (slopes := _slopes(outputs, parameters, given, sums)) is None:
+            return True
+        predicted = sum(float((slopes[name] * own).sum()) for name, own in along.items())
+        numbers.append((float(sums @ (ends[1] - ends[0])) / 2, predicted))
+    found, predicted = torch.tensor(numbers, dtype=torch.float64).T
+    return bool((found - predicted).norm() <= _UNLIKE * torch.maximum(found.norm(), predicted.norm()))
+
+
+def _slopes(
+    outputs: Callable[..., Tensor], parameters: dict[str, Tensor], given: Sequence[Tensor], sums: Tensor
+) -> dict[str, Tensor] | None:
+    """Return the derivatives of a sum of outputs by all parameters; None where in-place operations hide them."""
+    for function in (outputs, functionalize(outputs)):
+        with contextlib.suppress(*_REFUSALS):
+            found: dict[str, Tensor] = vjp(lambda weights, f=function: f(weights, given), parameters)[1](sums)[0]
+            return found
+    with contextlib.suppress(*_REFUSALS), torch.enable_grad():
+        weights = {name: own.clone().requires_grad_() for name, own in parameters.items()}
+        made = torch.autograd.grad(sums @ outputs(weights, given), [*weights.values()], materialize_grads=True)
+        return dict(zip(weights, made, strict=True))
+    return None
+
+
+def _moves_outputs(network: nn.Module, entries: Tensor, calls: Sequence[Call]) -> bool:
+    """Whether other values of some entries change outputs, though no derivative shows it: functions may have steps."""
+    generator, parameters = torch.Generator().manual_seed(5), _weights(network)
+    others, begin = {}, 0
+    for name, own in parameters.items():
+        mask = entries[begin : begin + own.numel()].view(own.shape)
+        size = float(own.square().mean().sqrt()) or 1.0
+        others[name] = torch.where(mask, 3 * size * torch.randn(own.shape, generator=generator, dtype=own.dtype), own)
+        begin += own.numel()
+    for call in calls:
+        outputs, tensors = _function(network, call)
+        one, two = (outputs(weights, tensors).detach() for weights in (parameters, others))
+        if bool(((one - two).abs() > 1e-9 * one.abs().max()).any()):
+            return True
+    return False
+
+
 def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator) -> Tensor:
     """Return rows of the Jacobian at noisy inputs: random sums of outputs, differentiated by all parameters.
 
@@ -525,24 +625,12 @@ def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator)
         RuntimeError: If the network cannot be differentiated.
     """
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    buffers = dict(network.named_buffers())
-    leaves, structure = pytree.tree_flatten(call)
-    varying = [isinstance(leaf, Tensor) for leaf in leaves]
-
-    def outputs(weights: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        given = iter(tensors)
-        own: Call = pytree.tree_unflatten(
-            [next(given) if use else leaf for leaf, use in zip(leaves, varying, strict=True)], structure
-        )
-        found = functional_call(network, (dict(weights), buffers), own.positional, dict(own.keywords))
-        counted = (leaf for leaf in own.counted(found) if leaf.is_floating_point())
-        return torch.cat([torch.nan_to_num(leaf, 0.0, 0.0, 0.0).flatten() for leaf in counted])
+    outputs, tensors = _function(network, call)
 
     def pulled(tensors: Sequence[Tensor], sums: Tensor, function: Callable[..., Tensor]) -> Tensor:
         pull = vjp(lambda weights: function(weights, tensors), parameters)[1]
         return _beside(vmap(pull)(sums)[0].values())
 
-    tensors = [leaf for leaf, use in zip(leaves, varying, strict=True) if use]
     values = outputs(parameters, tensors).abs()
     scale = torch.where(values > 0, values, values.max()).clamp(min=1e-300)  # sizes of outputs may differ widely
     size, count = len(values), sum(parameter.numel() for parameter in parameters.values())
@@ -551,7 +639,7 @@ def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator)
     each = min(size, math.ceil((count + 16) * math.sqrt(more) / number))
     sums = torch.randn(number, each, size, generator=generator, dtype=torch.float64) / scale
     for function in (outputs, functionalize(outputs)):  # the latter avoids in-place operations, and is slower
-        with contextlib.suppress(RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
+        with contextlib.suppress(*_REFUSALS):
             found: Tensor = vmap(pulled, (0, 0, None), randomness="same")(given, sums, function)
             return found.flatten(0, 1)
     weights = {name: parameter.requires_grad_() for name, parameter in parameters.items()}

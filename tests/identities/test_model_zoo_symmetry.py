@@ -16,7 +16,8 @@ from model_zoo_cases import TIMM, TORCH, TRANSFORMERS, Model
 from orbit_laws import assert_same_weights
 from torch import nn
 
-from lightning_sym.symmetry import Symmetry, canonicalize, orbit_distance, trace_symmetry
+from lightning_sym.connectivity import interpolate
+from lightning_sym.symmetry import Symmetry, canonicalize, orbit_distance, trace_symmetry, weight_matching
 
 LIBRARIES = {"torch": TORCH, "transformers": TRANSFORMERS, "timm": TIMM}
 QUICK = {
@@ -165,6 +166,23 @@ def test_points_of_an_orbit_have_one_form_at_no_distance(library: str, name: str
     if not any(SINGULAR in note for note in form.notes):
         assert form.difference < NO_DISTANCE or f"{library}: {name}" in NOT_UNIQUE
         assert distance.upper < NO_DISTANCE or f"{library}: {name}" in NOT_UNIQUE
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("library", "name"), one_in(3, CASES))
+@pytest.mark.long
+def test_state_dicts_move_as_networks_and_matches_are_nearer_in_single_precision(library: str, name: str) -> None:
+    """State dicts hold tied weights, and those of shared modules, by all of their names."""
+    case, network, symmetry = traced(library, name)
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    moved = symmetry.act(element, network)
+    torch.testing.assert_close(symmetry.act_on(element, network.state_dict()), dict(moved.state_dict()), equal_nan=True)
+    torch.manual_seed(1)
+    other = case.make()
+    match = weight_matching(symmetry, network, other)
+    assert match.distance_after < match.distance_before
+    with torch.no_grad():
+        assert all(own.isfinite().all() for own in interpolate(network, match.network, 0.5).parameters())
 
 
 def listed() -> str:

@@ -35,7 +35,10 @@ ZERO = 1e-12
 DRAWS = 30
 MOST_PARAMETERS = 200
 
-SILENT: dict[str, str] = {"writes: sums_of_units_step_by_step": "has no derivative"}
+SILENT: dict[str, str] = {
+    "writes: sums_of_units_step_by_step": "has no derivative",
+    "tables: threshold_of_each_unit": "has steps",
+}
 # What `trace_symmetry` measures on inputs of further lengths, with further tokens, or at weights that it searches for.
 FURTHER = {"shared: layer_norm_of_two_layers": "weights", "shared: layer_norm_used_twice_in_series": "weights",
     "weighted mean: steps": "lengths, of which the sum is divided by three",

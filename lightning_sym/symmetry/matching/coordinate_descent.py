@@ -271,15 +271,17 @@ class Descent:
                 ours, theirs = (part.of(tensors[part.tensor], size) for tensors in (self.target, current))
                 if self.directions is not None:
                     ours, theirs = self.directions.along(ours, theirs)
-                if pattern in parts:
-                    parts[pattern].addmm_(ours, theirs.T)
-                else:
+                if pattern not in parts:
                     parts[pattern] = ours @ theirs.T
+                elif parts[pattern].dtype == ours.dtype:
+                    parts[pattern].addmm_(ours, theirs.T)
+                else:  # functions of weights are in double precision
+                    parts[pattern] = parts[pattern] + ours @ theirs.T
         for joint in group.joints if names is None else ():
             own = joint.of(self.target[joint.tensor]) @ joint.of(current[joint.tensor]).T
             index = torch.from_numpy(joint.members).to(own.device)
             total = parts.setdefault(joint.pattern, torch.zeros(size, size, dtype=own.dtype, device=own.device))
-            total.index_put_((index[:, None], index[None, :]), own, accumulate=True)
+            total.index_put_((index[:, None], index[None, :]), own.to(total), accumulate=True)
         return parts
 
     def pair_gains(self, group: MatchingGroup, gain: Gain) -> dict[tuple[int, str], Tensor]:

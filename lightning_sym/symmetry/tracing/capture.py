@@ -220,7 +220,7 @@ def places_of(network: nn.Module) -> dict[str, Tensor]:
     """Return every place that holds a parameter or buffer, including duplicate names of shared modules and weights."""
     return {
         (f"{prefix}." if prefix else "") + name: tensor
-        for prefix, module in network.named_modules()
+        for prefix, module in network.named_modules(remove_duplicate=False)
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None
     }
@@ -240,7 +240,7 @@ def unsaved_places(network: nn.Module) -> set[str]:
     """Return the places of non-persistent buffers, which a state dict does not contain."""
     return {
         (f"{prefix}." if prefix else "") + name
-        for prefix, module in network.named_modules()
+        for prefix, module in network.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
         if module._buffers.get(name) is not None
     }

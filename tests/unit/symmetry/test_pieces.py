@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_refused
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -91,6 +92,7 @@ def test_files_and_optimisers_hold_the_whole_parameter(tmp_path):
     moved = symmetry.act(element, network)
     torch.testing.assert_close(load_file(written), dict(moved.state_dict()), rtol=0, atol=0)
     torch.testing.assert_close(symmetry.act_on(element, network.state_dict())["flat"], moved.flat.data, rtol=0, atol=0)
+    assert_refused(symmetry.act_on, element, dict(symmetry.tensors(network)), says="has no tensor flat[")
 
     own, optimizer = copy.deepcopy(network), {}
     optimizer[own] = torch.optim.Adam(own.parameters(), lr=0.01)
