@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+_STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
@@ -84,6 +86,16 @@ class PlainDistances(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (plain_cdist if function is torch.cdist else function)(*args, **(kwargs or {}))
+
+
+class PassedGradients(TorchFunctionMode):
+    """Lets gradients pass where a network stops them: its outputs depend on these weights all the same."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _STOPS:
+            return args[0]
+        with torch.enable_grad():
+            return function(*args, **(kwargs or {}))
 
 
 def plain_cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_sym.networks.modes import evaluating, plain_cdist
+from lightning_sym.networks.modes import PassedGradients, evaluating, plain_cdist
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
@@ -59,8 +59,6 @@ _REFUSALS = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeErro
 _SHOWN = 6
 # Rectifiers; the first three write into their input.
 _RECTIFIERS = (torch.relu_, Tensor.relu_, F.relu_, torch.relu, Tensor.relu, F.relu)
-# Operations that stop gradients.
-_STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)
 # Functions that are constant for many units at most weights, or that jump: their derivatives show nothing. Each is
 # replaced by a smooth function with the same group, which is as close to linear, odd or even.
 _SMOOTH: Mapping[Any, Callable[..., Tensor]] = {
@@ -222,16 +220,6 @@ def _unread(symmetry: Symmetry, network: nn.Module, read: Tensor, captures: Sequ
     more = f" and of {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     text = "no output depends on {}{} (at these sizes): the measured nullity does not count these"
     return [text.format(", ".join(named[:_SHOWN]), more)] if named else []
-
-
-class _Passing(TorchFunctionMode):
-    """Lets gradients pass where a network stops them: its outputs depend on these weights all the same."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _STOPS:
-            return args[0]
-        with torch.enable_grad():
-            return function(*args, **({} if kwargs is None else kwargs))
 
 
 class _Batched(TorchFunctionMode):
@@ -555,7 +543,7 @@ def _function(network: nn.Module, call: Call) -> tuple[Callable[..., Tensor], li
         own: Call = pytree.tree_unflatten(
             [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
-        with _Passing():
+        with PassedGradients():
             found = functional_call(network, (dict(weights), buffers), own.positional, dict(own.keywords))
         counted = (leaf for leaf in own.counted(found) if leaf.is_floating_point())
         return torch.cat([torch.nan_to_num(leaf, 0.0, 0.0, 0.0).flatten() for leaf in counted])

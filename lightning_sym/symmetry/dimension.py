@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import on_device_of
-from lightning_sym.networks.modes import PlainDistances
+from lightning_sym.networks.modes import PassedGradients, PlainDistances
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
@@ -258,7 +258,8 @@ def jacobian_rows(
         given = iter(tensors)
         single = [next(given)[None] if use else leaf for leaf, use in zip(leaves, batched, strict=True)]
         own: Call = pytree.tree_unflatten(single, spec)
-        outputs = functional_call(network, (weights, buffers), own.positional, dict(own.keywords))
+        with PassedGradients():
+            outputs = functional_call(network, (weights, buffers), own.positional, dict(own.keywords))
         return _flat(own.counted(outputs), transform)[0]
 
     if len({len(leaf) for leaf, use in zip(leaves, batched, strict=True) if use}) > 1:  # common to all samples
@@ -285,7 +286,8 @@ def jacobian_rows(
 
 def _rows_of_batch(network: nn.Module, call: Call, transform: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield the Jacobian of the whole batch's outputs, in chunks of outputs."""
-    output = _flat(call.outputs_of(network), transform).flatten()
+    with PassedGradients():
+        output = _flat(call.outputs_of(network), transform).flatten()
     parameters = [p for p in network.parameters() if p.requires_grad]
     count = sum(p.numel() for p in parameters)
     step = max(1, min(len(output), _CHUNK // (8 * count)))

@@ -52,6 +52,53 @@ WHOLE: dict[str, tuple[int, tuple[int, ...], Callable[..., Any], dict[str, Any]]
 }  # fmt: skip
 
 
+def without_gradients(s: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return s.b(torch.relu(s.a(x)))
+
+
+class StraightThrough(torch.autograd.Function):
+    """A sign with the derivative of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+TWO = {"a": of(L, 7, 5), "b": of(L, 5, 3)}
+STOPPED = {
+    "detach": lambda s, x: s.b(torch.relu(s.a(x)).detach()),
+    "data": lambda s, x: s.b(torch.relu(F.linear(x, s.a.weight.data, s.a.bias))),
+    "no_grad": without_gradients,
+}
+STEPS = {
+    "custom": lambda s, x: s.b(StraightThrough.apply(s.a(x))),
+    "by hand": lambda s, x: s.b(s.a(x) + (s.a(x).sign() - s.a(x)).detach()),
+    "rounded": lambda s, x: s.b(torch.relu(F.linear(x, torch.round(8 * s.a.weight) / 8))),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_gradients_hide_nothing(name: str) -> None:
+    made, x = network(STOPPED[name], **TWO), vectors(60, 7)
+    symmetry = trace_symmetry(made, x)
+    assert (symmetry.dimension, symmetry.nullity, symmetry.notes) == (5, 5, ())
+    assert local_dimension(symmetry, made, x).nullity == 5
+
+
+@pytest.mark.filterwarnings("ignore:parameters that evaluation never uses")
+@pytest.mark.parametrize("name", STEPS)
+def test_derivatives_of_steps_measure_nothing(name: str) -> None:
+    symmetry = trace_symmetry(network(STEPS[name], **TWO), vectors(4, 7))
+    assert symmetry.nullity is None
+    assert "as those of steps" in symmetry.unmeasured
+    assert not any("no output depends on" in note or "leaves out" in note for note in symmetry.notes)
+
+
 @pytest.mark.parametrize("columns", [5, 100])  # 5: weights are searched
 def test_entries_that_no_output_depends_on_are_named(columns: int) -> None:
     read = torch.tensor([0.0, 1, 0, 1, 0, 1], dtype=torch.float64)[:, None]
