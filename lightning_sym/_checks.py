@@ -221,8 +221,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite, or it is a mask: -inf beside a few different numbers."""
+    """Return whether all numbers of a tensor are finite, or it is a mask: -inf and few different numbers."""
     if is_finite(tensor):
         return True
     others = tensor[tensor != -math.inf] if tensor.is_floating_point() else tensor
-    return bool(others.isfinite().all()) and 2 * len(others.unique()) <= len(others)
+    return bool(others.isfinite().all()) and 2 * len(torch.unique(others)) <= len(others)

@@ -89,7 +89,7 @@ class PlainDistances(TorchFunctionMode):
 
 
 class PassedGradients(TorchFunctionMode):
-    """Lets gradients pass where a network stops them: its outputs depend on these weights all the same."""
+    """Lets gradients pass where a network stops them: its outputs depend on these weights nevertheless."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _STOPS:

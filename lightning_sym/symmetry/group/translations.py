@@ -472,7 +472,8 @@ class _Nearest:
             if not (np.abs(step) > _SETTLED * max(size, np.abs(element.numpy()).max())).any():
                 break
             element[torch.from_numpy(entries)] += torch.from_numpy(step)
-        return entries[forms.getnnz(0) == 0]
+        left: Ints = entries[forms.getnnz(0) == 0]
+        return left
 
     def _places(self, element: Tensor, names: Collection[str]) -> tuple[Ints, Floats, Floats]:
         """Return the wanted unknowns that are seen in some tensors, their values, and how often they occur."""
