@@ -303,7 +303,7 @@ class Checkpoint:
             return
         files = self._files_of_pickles()
         keys: dict[str, str] = {}
-        for key, name in self.names.items():  # ties are written once
+        for key, name in self.names.items():
             keys.setdefault(name, key)
         if configuration_in(self.file.parent) is not None and not self.prefix:
             for name, key in keys.items():
@@ -312,10 +312,11 @@ class Checkpoint:
                 yield files[key], key, "", self.stored[key]
             return
         own, names = state_tensors(self.network), first_names(self.network)
-        for name in self.network.state_dict():
-            if names.get(name) == name and (name in keys or name not in self.ignored):
-                old = self.stored[keys[name]] if name in keys else own[name].to(self.dtypes.get(name, own[name].dtype))
-                yield files[keys[name]] if name in keys else min(files.values()), name, name, old
+        for place in self.network.state_dict():  # ties by all of their names, as torch loads them
+            if (name := names[place]) in keys:
+                yield files[keys[name]], place, name, self.stored[keys[name]]
+            elif name not in self.ignored:
+                yield min(files.values()), place, name, own[name].to(self.dtypes.get(name, own[name].dtype))
         for key, name in self.extras.items():
             yield files[key], name, "", self.stored[key]
 

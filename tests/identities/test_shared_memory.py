@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same
+from helpers import assert_refused, assert_same
 from safetensors.torch import load_file, save_file
 from symmetry_family_cases import L, difference, evaluate
 from torch import Tensor, nn
 
+from lightning_sym.merging import merge_checkpoints
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
 
@@ -276,3 +277,39 @@ def test_what_no_element_moves_may_overlap() -> None:
     network = Masked()
     symmetry = trace_symmetry(network, torch.randn(X), check=False)
     symmetry.act(symmetry.sample(), network, inplace=True)
+
+
+def test_state_dicts_and_files_hold_shared_modules_by_all_names(tmp_path: Path) -> None:
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        twice = nn.Linear(6, 6)
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), twice, nn.Tanh(), twice, nn.Tanh(), nn.Linear(6, 3)).double()
+
+    network, other, x = made(0), made(1), torch.randn(5, 4, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    element = symmetry.sample(torch.Generator().manual_seed(0))
+    moved = dict(symmetry.act(element, network).state_dict())
+    assert not torch.equal(moved["4.weight"], network[4].weight)
+    torch.testing.assert_close(symmetry.act_on(element, network.state_dict()), moved)
+    save_file({name: own.clone() for name, own in network.state_dict().items()}, tmp_path / "one.safetensors")
+    written = symmetry.act_on_files(element, tmp_path / "one.safetensors", tmp_path / "moved.safetensors")
+    torch.testing.assert_close(load_file(written), moved)
+    for name, own in (("a.pt", network), ("b.pt", other)):
+        torch.save(own.state_dict(), tmp_path / name)
+    merged = merge_checkpoints([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "m.safetensors", network=made(2),
+                               inputs=x)  # fmt: skip
+    made(3).load_state_dict(load_file(merged.out))  # strictly
+
+
+def test_state_dicts_of_other_names_or_numbers_are_refused() -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    tied = nn.Sequential(nn.Embedding(9, 6), nn.Tanh(), nn.Linear(6, 9, bias=False))
+    tied[2].weight = tied[0].weight
+    for own, x in ((network, torch.randn(2, 4)), (tied, torch.arange(4))):
+        symmetry, state = trace_symmetry(own, x), own.state_dict()
+        wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+        assert_refused(
+            symmetry.act_on, symmetry.sample(), wrapped, says="has no tensor module.0.weight; expected names"
+        )
+    state["2.weight"] = state["2.weight"] + 1
+    assert_refused(symmetry.act_on, symmetry.sample(), state, says="0.weight and 2.weight are one tensor")
