@@ -22,7 +22,7 @@ from lightning_sym._checkpoint_files import SAFETENSORS, other_format
 from lightning_sym._checks import all_finite
 from lightning_sym._files import hold, is_temporary, load_json, not_written, write_atomically
 from lightning_sym._text import nearest
-from lightning_sym.symmetry.views import NamedTensors
+from lightning_sym.symmetry.views import NamedTensors, fitting
 
 # Names of dtypes in the format.
 _TYPES = {
@@ -439,7 +439,7 @@ def _write_file(
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(own.shape)}.")
         # Unchanged copies may hold any numbers.
         is_copy = own.shared is None and tensor.dtype == own.dtype
-        _write(file, tensor if is_copy else _fitting(tensor, own.dtype, name))
+        _write(file, tensor if is_copy else fitting(tensor, own.dtype, name))
 
 
 def _ordered(tensors: Mapping[str, Planned]) -> list[str]:
@@ -452,17 +452,6 @@ def _remove(folders: Iterable[Path]) -> None:
     for path in folders:
         with contextlib.suppress(OSError):  # other processes may have written there
             path.rmdir()
-
-
-def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """Convert a tensor to another dtype; its numbers must stay finite."""
-    tensor = tensor.to(dtype)
-    if tensor.is_floating_point() and not all_finite(tensor):
-        raise ValueError(
-            f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales, or a type of "
-            "larger range."
-        )
-    return tensor
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> None:

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_sym._checks import all_finite
+
 Kept = TypeVar("Kept")
 
 _SMALL = 2**14  # tensors of at most so many numbers are cached: gains and biases, which are needed often
@@ -14,6 +16,21 @@ _SMALL = 2**14  # tensors of at most so many numbers are cached: gains and biase
 def doubled(tensor: Tensor) -> Tensor:
     """Convert a floating tensor to double precision on the CPU; only detach any other."""
     return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach()
+
+
+def fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Convert a tensor to another dtype; its numbers must stay finite.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    tensor = tensor.to(dtype)
+    if tensor.is_floating_point() and not all_finite(tensor):
+        raise ValueError(
+            f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales, or a type of "
+            "larger range."
+        )
+    return tensor
 
 
 class NamedTensors(Mapping[str, Tensor]):

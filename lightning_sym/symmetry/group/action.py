@@ -21,7 +21,7 @@ from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAc
 from lightning_sym.symmetry.intertwiners import GroupElement
 from lightning_sym.symmetry.rearranging import Summand, rearranged
 from lightning_sym.symmetry.tracing.structure import Slot
-from lightning_sym.symmetry.views import ConvertedTensors, FixedTensors
+from lightning_sym.symmetry.views import ConvertedTensors, FixedTensors, fitting
 
 _SMALL = 2**16  # numbers of tensors that are moved at once
 # The power of a weight's scale that acts on each entry of an optimiser's state.
@@ -33,10 +33,10 @@ _POWERS = {
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Convert a floating vector to double precision; return any other tensor unchanged."""
-    if tensor.ndim != 1 or tensor.dtype == torch.float64 or not tensor.is_floating_point():
+    """Convert floating vectors to double precision, and numbers of 16 bits to single; return others unchanged."""
+    if not tensor.is_floating_point() or (tensor.ndim != 1 and tensor.itemsize > 2):
         return tensor
-    exact = wide(tensor.device)
+    exact = wide(tensor.device) if tensor.ndim == 1 else torch.float32
     return tensor.detach().to(exact) if tensor.dtype != exact else tensor
 
 
@@ -287,7 +287,8 @@ class Action:
             added: Summands to add first.
         """
         if (exact := _exact(tensor)) is not tensor:  # summands may cancel; the result is rounded once
-            return self.moved(exact, name, power=power, shifted=shifted, added=added).to(tensor)
+            moved = self.moved(exact, name, power=power, shifted=shifted, added=added)
+            return fitting(moved, tensor.dtype, name).to(tensor.device)
         slots, added = self.structure.slots_of[name], [summand.like(tensor) for summand in added]
         for factor, part in self._by_entries:
             if (entries := factor.entries(part, name)) is not None:
