@@ -94,7 +94,7 @@ from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.indices import repeated, repeated_at
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
+from lightning_sym.symmetry.tracing.masks import masked_product, spelled_mask, written_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
@@ -318,7 +318,7 @@ def _zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_zeros, _scaled_sum, _neutral, squared_distances, gathered):
+    for rewrite in (_zeros, _scaled_sum, _neutral, squared_distances, gathered, masked_product):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -577,6 +577,11 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
+    source: Any = node.args[0]
+    if r.name(node) == "unsqueeze" and r.name(source) == "sum" and len(source.args) == 2:
+        axis = node.args[1] % value.ndim  # type: ignore[operator]
+        if reduced(source, value.ndim) == {axis} and not source.kwargs:
+            return r.insert(source.target, source.args[0], [axis], True)
     if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
     for before in shown(r, node)[:-1]:
@@ -627,6 +632,27 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
 
 
+def _defined(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the numbers that replace undefined ones, as in fully masked rows."""
+    value = node.args[0]
+    return value if isinstance(value, fx.Node) and r.made_of(value) == "inputs" else None
+
+
+def _unexpanded(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite an elementwise operation on expanded inputs of the network: it acts before they are expanded."""
+    found = [own for own in node.all_input_nodes if r.name(own) in operations(Trait.EXPAND) and is_data(r, own)]
+    if not found:
+        return None
+    new = r.insert(node.target, *fx.map_arg(node.args, lambda own: own.args[0] if own in found else own), **node.kwargs)
+    if new.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return new if r.shape(new) == r.shape(node) else r.insert(aten.expand.default, new, list(r.shape(node)))
+
+
+def _or_unexpanded(rewrite: Rewrite | None) -> Rewrite:
+    return lambda r, node: _unexpanded(r, node) or (None if rewrite is None else rewrite(r, node))
+
+
 _FOLDS = {
     "sum": aten.add.Tensor,
     "mean": aten.add.Tensor,
@@ -660,9 +686,12 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(WRITES, joined_writes),
     **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
-    "nan_to_num": of_softmax,
+    "nan_to_num": _defined,
+    "index_put": lambda r, node: written_mask(r, node) or joined_writes(r, node),
     "softmax": softmax,
     "eq": is_chosen,
     "abs": modulus,
     **REWRITES,
 }
+_ELEMENTWISE = Trait.JOIN | Trait.PRODUCT | Trait.CAST | Trait.POINTWISE | Trait.ORDER | Trait.EQUALISE
+_REWRITES |= {name: _or_unexpanded(_REWRITES.get(name)) for name in operations(_ELEMENTWISE) - WRITES - {"one_hot"}}
