@@ -322,6 +322,11 @@ EMBEDDED: dict[str, Spelled] = {
     "one hot": embedded(lambda s, i: F.one_hot(i, 9).to(s.p) @ s.e.weight + s.p[: i.shape[1]]),
     "gather": embedded(lambda s, i: s.e.weight.expand(len(i), -1, -1).gather(1,
         i[..., None].expand(-1, -1, 5)) + s.p[: i.shape[1]]),
+    "rows of a unit matrix": embedded(lambda s, i: torch.eye(9, dtype=s.p.dtype)[i] @ s.e.weight + s.p[: i.shape[1]]),
+    "comparisons": embedded(lambda s, i: (i[..., None] == torch.arange(9)).to(s.p) @ s.e.weight + s.p[: i.shape[1]]),
+    "scattered": embedded(lambda s, i: torch.zeros(*i.shape, 9, dtype=s.p.dtype).scatter_(2, i[..., None], 1.0)
+        @ s.e.weight + s.p[: i.shape[1]]),
+    "taken": embedded(lambda s, i: torch.take_along_dim(s.e.weight[None], i[..., None], 1) + s.p[: i.shape[1]]),
     "steps first": embedded(lambda s, i: (s.e(i.T) + s.p[: i.shape[1], None]).transpose(0, 1)),
     "stack": embedded(lambda s, i: torch.stack([s.e(i[:, t]) + s.p[t] for t in range(i.shape[1])], 1)),
 }  # fmt: skip

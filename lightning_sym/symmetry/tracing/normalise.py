@@ -296,9 +296,10 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
         number = other if isinstance(other, (int, float)) else filled(r, other)
-        same = isinstance(value, fx.Node) and number == neutral and r.shape(value) == r.shape(node)
+        same = isinstance(value, fx.Node) and number == neutral
         if same and value.meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
-            return value  # type: ignore[return-value]
+            whole = r.shape(value) == r.shape(node)
+            return value if whole else r.insert(aten.expand.default, value, list(r.shape(node)))  # type: ignore[return-value]
     return None
 
 
@@ -419,16 +420,39 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     known = place.meta.get("kept", r.constant(place))
     if known is not None and known.ndim > 1 and known.numel() and int(known.min()) >= 0:
         return r.insert(aten.embedding.default, table, place)  # as relative positions of pairs
-    if (
-        known is None
-        or "kept" in place.meta
-        or known.ndim != 1
-        or not len(known)
-        or bool((known.diff() != 1).any())
-        or int(known[0]) < 0
-    ):
+    return _consecutive(r, node, table, place) if known is not None and known.ndim == 1 else None
+
+
+def _consecutive(r: Rewriter, node: fx.Node, table: Any, place: Any) -> fx.Node | None:
+    """Rewrite rows at consecutive constant places as a slice."""
+    known = r.constant(place)
+    if known is None or "kept" in place.meta or not known.numel() or known.shape[-1] != known.numel():
         return None
-    return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)
+    first, last = int(known.flatten()[0]), int(known.flatten()[-1])
+    if bool((known.flatten().diff() != 1).any()) or first < 0:
+        return None
+    return reshaped(r, r.insert(aten.slice.Tensor, table, 0, first, last + 1), r.shape(node))
+
+
+def _indicated(r: Rewriter, node: Any) -> Any:
+    """Return the integers whose indicators a value holds along its last axis; None for other values."""
+    if r.name(node) == "one_hot":
+        return node.args[0]
+    if r.name(node) not in ("index", "eq", "scatter"):
+        return None
+    table, place, *rest = node.args
+    last, count = len(r.shape(node)) - 1, r.shape(node)[-1]
+    if r.name(node) == "index":
+        known = r.constant(table) if r.shape(table) == (count, count) else None
+        return place[0] if len(place) == 1 and known is not None and bool((known == torch.eye(count)).all()) else None
+    if r.name(node) == "scatter":
+        (place, number), wanted = rest, r.number(table) == 0 and place % (last + 1) == last
+        wanted = wanted and r.number(number) == 1
+    else:
+        table, place = (place, table) if r.shape(table)[-1:] == (1,) else (table, place)
+        known = r.constant(table)
+        wanted = known is not None and known.shape[-1:] == (count,) and bool((known == torch.arange(count)).all())
+    return r.insert(aten.squeeze.dim, place, last) if wanted and r.shape(place)[last:] == (1,) else None
 
 
 def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -438,9 +462,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
     while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
         sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
-    if r.name(value) != "one_hot" or not isinstance(value, fx.Node):
-        return None
-    place = value.args[0]
+    place = _indicated(r, value)
     if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
         return None
     rows = r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
@@ -622,6 +644,13 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return together(r, node) if whole is None and not folds else whole
 
 
+def _repeat(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite values repeated along axes of size 1 as expanded ones."""
+    shape, times = r.shape(node.args[0]), r.shape(node)
+    fits = all(own in (1, new) for own, new in zip(shape[::-1], times[::-1], strict=False))
+    return r.insert(aten.expand.default, node.args[0], list(times)) if fits else None
+
+
 def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the triangle of a value as a product with a constant."""
     value = node.args[0]
@@ -674,6 +703,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
+    "embedding": lambda r, node: _consecutive(r, node, *node.args[:2]),
     "im2col": _windows,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
@@ -683,6 +713,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,
     "cat": _cat,
+    **dict.fromkeys(("repeat", "tile"), _repeat),
     **dict.fromkeys(WRITES, joined_writes),
     **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
@@ -694,4 +725,7 @@ _REWRITES: dict[str, Rewrite] = {
     **REWRITES,
 }
 _ELEMENTWISE = Trait.JOIN | Trait.PRODUCT | Trait.CAST | Trait.POINTWISE | Trait.ORDER | Trait.EQUALISE
-_REWRITES |= {name: _or_unexpanded(_REWRITES.get(name)) for name in operations(_ELEMENTWISE) - WRITES - {"one_hot"}}
+_REWRITES |= {
+    name: _or_unexpanded(_REWRITES.get(name))
+    for name in operations(_ELEMENTWISE) - WRITES - {"one_hot"} | {"remainder"}
+}
