@@ -143,6 +143,10 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         with contextlib.suppress(_NoDerivativeError):
             least = functools.partial(_at_a_few, agreeing=_agreeing(captures)) if large else _least
             found = least(symmetry, exact, network.state_dict(), calls)
+    if found is not None and found.missing:
+        with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=True):
+            warnings.simplefilter("ignore")
+            found = _at_small_vectors(symmetry, exact, network.state_dict(), calls, found)
     if found is None:
         symmetry.unmeasured = "no derivative, or another at all tested weights"
         return
@@ -373,6 +377,28 @@ def _at_a_few(
             return found
         calls = calls if number else [*_further(exact, calls, generator)]
     return None
+
+
+def _at_small_vectors(
+    symmetry: Symmetry, exact: nn.Module, own: Mapping[str, Tensor], calls: Sequence[Call], found: Excess
+) -> Excess:
+    """Return the excess at weights with small biases if nothing is missing there, otherwise the one that was found.
+
+    Behind a norm, a bias larger than the gain keeps a unit on for all inputs.
+    """
+    generator, named = torch.Generator().manual_seed(5), found.names()
+    calls = [*_further(exact, calls, generator)]
+    for _ in range(_AGREEING):
+        _draw(symmetry, exact, own, generator, math.inf)
+        for name, weight in exact.named_parameters():
+            if weight.ndim == 1:
+                size = 0.5 + torch.rand(weight.shape, generator=generator, dtype=weight.dtype)
+                weight.data.copy_(weight.sign() * size * (_SLOPE if name in named else 1.0))
+        with contextlib.suppress(_NoDerivativeError):
+            small = _measured(symmetry, exact, calls, generator, max(1, _MORE // len(calls)))
+            if small is not None and not small.missing:
+                return small._replace(read=found.read | small.read)
+    return found
 
 
 def _agreeing(captures: Sequence[Capture]) -> int:

@@ -121,6 +121,18 @@ def attention_over_the_sum(s: Any, x: Tensor) -> Tensor:
     return s.o(joined((e @ v) / e.sum(-1, keepdim=True)))
 
 
+def attention_over_a_sum_of_less_rank(s: Any, x: Tensor) -> Tensor:
+    q, k, v = qkv(s, x)
+    e = torch.einsum("bhqe,bhke->bhqk", q, k / math.sqrt(q.shape[-1])).exp() * CAUSAL
+    return s.o(joined((e @ v) / torch.einsum("bhqk->bhq", e)[..., None]))
+
+
+def written(z: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+    z = z.clone()
+    z[:, :, *places] = -math.inf
+    return z
+
+
 def attention_of_a_stack_of_heads(s: Any, x: Tensor) -> Tensor:
     parts = [layer(x).unflatten(-1, (2, 2)).unbind(-2) for layer in (s.q, s.k, s.v)]
     read = [F.scaled_dot_product_attention(*head, is_causal=True) for head in zip(*parts, strict=True)]
@@ -158,6 +170,13 @@ ATTENTION: dict[str, Spelled] = {
     "head by head": attention_head_by_head,
     "stack of heads": attention_of_a_stack_of_heads,
     "product over sum": attention_over_the_sum,
+    "product over sum of less rank": attention_over_a_sum_of_less_rank,
+    "gpt1": attention(lambda z: (z * CAUSAL.to(z) - 1e10 * (1 - CAUSAL.to(z))).softmax(-1)),
+    "written entries": attention(lambda z: written(z, (~CAUSAL).nonzero(as_tuple=True)).softmax(-1)),
+    "written by a mask": attention(lambda z: written(z, (~CAUSAL,)).softmax(-1)),
+    "defined product": lambda s, x: s.o(
+        torch.nan_to_num(joined(F.scaled_dot_product_attention(*qkv(s, x), attn_mask=CAUSAL)))
+    ),
     "packed weights": attention_of_packed_weights,
     "batches": attention_by_batches,
     "fused": fused(is_causal=True),
@@ -193,7 +212,11 @@ PADDED: dict[str, Spelled] = {
     "softmax, filled": padded(lambda z, keep: ratio(z.softmax(-1).masked_fill(~keep, 0.0))),
     "softmax times mask": padded(lambda z, keep: ratio(z.softmax(-1) * keep)),
     "log of mask": padded(lambda z, keep: (z + keep.to(z).log()).softmax(-1)),
+    "mask of each head": padded(lambda z, keep: z.masked_fill(~keep.expand_as(z), -math.inf).softmax(-1)),
     "fused": padded_fused,
+    "fused, mask of each head": lambda s, x, keep: s.o(
+        joined(F.scaled_dot_product_attention(*qkv(s, x), attn_mask=keep[:, None, None].expand(-1, 2, 3, -1)))
+    ),
 }
 
 
@@ -299,6 +322,11 @@ EMBEDDED: dict[str, Spelled] = {
     "one hot": embedded(lambda s, i: F.one_hot(i, 9).to(s.p) @ s.e.weight + s.p[: i.shape[1]]),
     "gather": embedded(lambda s, i: s.e.weight.expand(len(i), -1, -1).gather(1,
         i[..., None].expand(-1, -1, 5)) + s.p[: i.shape[1]]),
+    "rows of a unit matrix": embedded(lambda s, i: torch.eye(9, dtype=s.p.dtype)[i] @ s.e.weight + s.p[: i.shape[1]]),
+    "comparisons": embedded(lambda s, i: (i[..., None] == torch.arange(9)).to(s.p) @ s.e.weight + s.p[: i.shape[1]]),
+    "scattered": embedded(lambda s, i: torch.zeros(*i.shape, 9, dtype=s.p.dtype).scatter_(2, i[..., None], 1.0)
+        @ s.e.weight + s.p[: i.shape[1]]),
+    "taken": embedded(lambda s, i: torch.take_along_dim(s.e.weight[None], i[..., None], 1) + s.p[: i.shape[1]]),
     "steps first": embedded(lambda s, i: (s.e(i.T) + s.p[: i.shape[1], None]).transpose(0, 1)),
     "stack": embedded(lambda s, i: torch.stack([s.e(i[:, t]) + s.p[t] for t in range(i.shape[1])], 1)),
 }  # fmt: skip

@@ -224,6 +224,20 @@ CLASSES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
 }
 
 
+GAINS_AND_BIASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rows": lambda h, n: F.layer_norm(h, (6,), n[0], n[1]),
+    "unbind": lambda h, n: F.layer_norm(h, (6,), *n.unbind()),
+    "by hand": lambda h, n: F.layer_norm(h, (6,)) * n[0] + n[1],
+}
+# Kernels of width 1 that read channels beside channels made of shuffled pixels.
+BESIDE_SHUFFLED: dict[str, Callable[..., Tensor]] = {
+    "layers of each": lambda o, h, z: F.conv2d(h, o.weight[:, :3], o.bias) + F.conv2d(z, o.weight[:, 3:]),
+    "cat": lambda o, h, z: o(torch.cat([h, z], 1)),
+    "channels last": lambda o, h, z: o(torch.cat([h, z], 1).contiguous(memory_format=torch.channels_last)),
+    "rows": lambda o, h, z: F.linear(torch.cat([h, z], 1).movedim(1, 3), o.weight[..., 0, 0], o.bias).movedim(3, 1),
+}
+
+
 def soft_experts(s: Any, x: Tensor) -> Tensor:
     """Let each expert process mixtures of the tokens, and each token read a mixture of the results (Soft MoE)."""
     scores = torch.einsum("bmd,dnp->bmnp", x, s.p)
@@ -372,6 +386,12 @@ TABLES: dict[str, Function] = {
         {"turned": lambda s, x: x + s.l * s.t(x.mT).mT}, samples=40),
     "mixtures in and out of experts": Function({"p": parameter(6, 3, 2), "u": parameter(3, 6, 4),
         "v": parameter(3, 4, 5), "o": of(L, 5, 9)}, steps(6, 4), 25, {"einsum": soft_experts}, samples=90),
+    "gain and bias in an array": Function({"a": of(L, 8, 6), "n": parameter(2, 6), "b": of(L, 6, 7)}, steps(8), 38,
+        each(GAINS_AND_BIASES, lambda own: lambda s, x: s.b(own(s.a(x), s.n))), samples=40),
+    "shuffled pixels beside others": Function({"e": of(nn.Conv2d, 4, 3, 1), "u": of(nn.Conv2d, 3, 8, 2, 2),
+        "o": of(nn.Conv2d, 5, 2, 1)}, lambda samples: (torch.randn(samples, 4, 4, 4, dtype=torch.float64),), 3,
+        each(BESIDE_SHUFFLED, lambda own: lambda s, x: (lambda h: own(s.o, h, torch.tanh(F.pixel_shuffle(s.u(h), 2))))(
+            torch.relu(s.e(x)))), samples=20),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

@@ -8,14 +8,17 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.contractions import reshaped
-from lightning_sym.symmetry.tracing.nodes import argument
+from lightning_sym.symmetry.tracing.coordinates import coordinates, varying_axes
+from lightning_sym.symmetry.tracing.nodes import argument, moved
 from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.sums import Term, summed, terms_of, with_parts
+from lightning_sym.symmetry.tracing.unit_axes import unit_axes
 
 aten = torch.ops.aten
 _MOST = 2**22  # elements of all windows of a convolution
 _REPEATS = operations(Trait.REGROUP | Trait.EXPAND) | {"repeat", "repeat_interleave", "index", "index_select"}
+_KEEPS = operations(Trait.PERMUTE | Trait.CAST) | {"flatten", "unsqueeze"}  # of any sizes
 _MOVES = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CUT | Trait.EXPAND | Trait.CAST)
 
 
@@ -33,14 +36,22 @@ def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a layer of concatenated values as one layer per value, without those that are zero (initial states).
 
     It applies if a value is zero, if the weights are concatenated alike, if two values repeat one (the two ends of each
-    edge of a graph), whose units the layer reads twice, or if a value is the difference of two others.
+    edge of a graph), whose units the layer reads twice, if a value is the difference of two others, or if units of one
+    also lie along other axes (shuffled pixels).
     """
     value, weight = node.args[:2]
     groups = argument(node, 6, "groups", 1) if r.name(node) != "linear" else 1
+    way: list[fx.Node] = []
+    while r.name(value) in _KEEPS and isinstance(value, fx.Node):
+        way, value = [value, *way], value.args[0]
     if r.name(value) != "cat" or not isinstance(value, fx.Node) or groups != 1:
         return None
     channel, parts = cast(int, _summed_axis(r, node)), cast(Any, value.args[0])
-    if argument(value, 1, "dim", 0) % len(r.shape(value)) != channel:
+    place = coordinates(r.shape(value), [argument(value, 1, "dim", 0) % len(r.shape(value))])
+    for step in way:
+        place = place if r.name(step) in operations(Trait.CAST) else moved(step, place)
+        parts = [r.insert(step.target, part, *step.args[1:], **step.kwargs) for part in parts]
+    if varying_axes(place) != [channel]:
         return None
     origins = [_repeated(r, part) for part in parts]
     twice = any(one is not None and one in origins[:at] for at, one in enumerate(origins))
@@ -53,7 +64,8 @@ def taken_apart(r: Rewriter, node: fx.Node) -> fx.Node | None:
         number == 0 or r.made_of(part) == "inputs" for part, number in zip(parts, numbers, strict=True)
     )
     terms = [[Term(part, part, True)] if alike else _terms(r, part, parts) for part in parts]
-    if not twice and not alike and 0 not in numbers and all(len(own) == 1 for own in terms):
+    lie = {frozenset(own) for own in (unit_axes(r, part) for part in parts) if channel in own}
+    if not twice and not alike and len(lie) < 2 and 0 not in numbers and all(len(own) == 1 for own in terms):
         return None
     total, start = None, 0
     for at, (number, size) in enumerate(zip(numbers, sizes, strict=True)):

@@ -1,7 +1,7 @@
 """Normal form of masks: a constant that is added before a softmax."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import fx
 
 from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.contractions import shown
+from lightning_sym.symmetry.tracing.coordinates import thinned
 from lightning_sym.symmetry.tracing.extrema import larger
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
@@ -171,11 +172,24 @@ def _of_defined(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return of_softmax(r, node, at)
 
 
+def written_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a low number that is written to constant places before a softmax as a mask."""
+    base, at, number, *adds = cast(Any, node.args)
+    low, places = r.number(number), [r.constant(own) if isinstance(own, fx.Node) else None for own in at]
+    if low is None or not low <= _LOW or any(adds) or places.count(None) != list(at).count(None):
+        return None
+    if r.made_of(base) != "inputs" or not _leads_to_softmax(r, node, low):
+        return None
+    mask = aten.index_put.default(torch.zeros(r.shape(node), dtype=torch.bool), places, torch.tensor(True))
+    return r.insert(aten.masked_fill.Scalar, base, r.hold(thinned(mask)), low)
+
+
 def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a product with a binary mask, plus low numbers at the zeros of the mask, as a sum with these numbers."""
     args: Any = node.args
-    for product, added in (args[:2], args[1::-1]):
+    for product, added in (args[:2], args[1::-1])[: 1 + (r.name(node) == "add")]:
         low = r.constant(added) if isinstance(added, fx.Node) else None
+        low = low if low is None or r.name(node) == "add" else -low
         if low is None or r.name(product) != "mul" or not r.only_for(product, node) or not bool((low <= _LOW).any()):
             continue
         for value, mask in (product.args[:2], product.args[1::-1]):
@@ -188,5 +202,5 @@ def masked_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
                 continue
             most = float(least[hidden].max())
             if most <= _LOW and _leads_to_softmax(r, node, most):
-                return r.insert(aten.add.Tensor, value, added)
+                return r.insert(node.target, value, added)
     return None

@@ -94,7 +94,7 @@ from lightning_sym.symmetry.tracing.heads import spell_heads
 from lightning_sym.symmetry.tracing.indices import repeated, repeated_at
 from lightning_sym.symmetry.tracing.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.linear_maps import respell_layers
-from lightning_sym.symmetry.tracing.masks import masked_product, of_softmax, spelled_mask
+from lightning_sym.symmetry.tracing.masks import masked_product, spelled_mask, written_mask
 from lightning_sym.symmetry.tracing.nodes import ancestors, argument, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.parting import EARLIER
@@ -296,9 +296,10 @@ def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
         number = other if isinstance(other, (int, float)) else filled(r, other)
-        same = isinstance(value, fx.Node) and number == neutral and r.shape(value) == r.shape(node)
+        same = isinstance(value, fx.Node) and number == neutral
         if same and value.meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
-            return value  # type: ignore[return-value]
+            whole = r.shape(value) == r.shape(node)
+            return value if whole else r.insert(aten.expand.default, value, list(r.shape(node)))  # type: ignore[return-value]
     return None
 
 
@@ -318,7 +319,7 @@ def _zeros(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _difference(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (_zeros, _scaled_sum, _neutral, squared_distances, gathered):
+    for rewrite in (_zeros, _scaled_sum, _neutral, squared_distances, gathered, masked_product):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -419,16 +420,39 @@ def _read_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     known = place.meta.get("kept", r.constant(place))
     if known is not None and known.ndim > 1 and known.numel() and int(known.min()) >= 0:
         return r.insert(aten.embedding.default, table, place)  # as relative positions of pairs
-    if (
-        known is None
-        or "kept" in place.meta
-        or known.ndim != 1
-        or not len(known)
-        or bool((known.diff() != 1).any())
-        or int(known[0]) < 0
-    ):
+    return _consecutive(r, node, table, place) if known is not None and known.ndim == 1 else None
+
+
+def _consecutive(r: Rewriter, node: fx.Node, table: Any, place: Any) -> fx.Node | None:
+    """Rewrite rows at consecutive constant places as a slice."""
+    known = r.constant(place)
+    if known is None or "kept" in place.meta or not known.numel() or known.shape[-1] != known.numel():
         return None
-    return r.insert(aten.slice.Tensor, table, 0, int(known[0]), int(known[-1]) + 1)
+    first, last = int(known.flatten()[0]), int(known.flatten()[-1])
+    if bool((known.flatten().diff() != 1).any()) or first < 0:
+        return None
+    return reshaped(r, r.insert(aten.slice.Tensor, table, 0, first, last + 1), r.shape(node))
+
+
+def _indicated(r: Rewriter, node: Any) -> Any:
+    """Return the integers whose indicators a value holds along its last axis; None for other values."""
+    if r.name(node) == "one_hot":
+        return node.args[0]
+    if r.name(node) not in ("index", "eq", "scatter"):
+        return None
+    table, place, *rest = node.args
+    last, count = len(r.shape(node)) - 1, r.shape(node)[-1]
+    if r.name(node) == "index":
+        known = r.constant(table) if r.shape(table) == (count, count) else None
+        return place[0] if len(place) == 1 and known is not None and bool((known == torch.eye(count)).all()) else None
+    if r.name(node) == "scatter":
+        (place, number), wanted = rest, r.number(table) == 0 and place % (last + 1) == last
+        wanted = wanted and r.number(number) == 1
+    else:
+        table, place = (place, table) if r.shape(table)[-1:] == (1,) else (table, place)
+        known = r.constant(table)
+        wanted = known is not None and known.shape[-1:] == (count,) and bool((known == torch.arange(count)).all())
+    return r.insert(aten.squeeze.dim, place, last) if wanted and r.shape(place)[last:] == (1,) else None
 
 
 def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -438,9 +462,7 @@ def _one_hot(r: Rewriter, node: fx.Node) -> fx.Node | None:
     while r.name(value) in operations(Trait.CAST) | {"sum", "mean"}:
         sums += [value] if r.name(value) in ("sum", "mean") else []  # type: ignore[list-item]
         value = value.args[0]  # type: ignore[union-attr]
-    if r.name(value) != "one_hot" or not isinstance(value, fx.Node):
-        return None
-    place = value.args[0]
+    place = _indicated(r, value)
     if not isinstance(place, fx.Node) or r.made_of(weight) != "weights" or not _of_integers(r, place):
         return None
     rows = r.insert(aten.embedding.default, permuted(r, weight, [1, 0]), place)  # type: ignore[arg-type]
@@ -577,6 +599,11 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return None
+    source: Any = node.args[0]
+    if r.name(node) == "unsqueeze" and r.name(source) == "sum" and len(source.args) == 2:
+        axis = node.args[1] % value.ndim  # type: ignore[operator]
+        if reduced(source, value.ndim) == {axis} and not source.kwargs:
+            return r.insert(source.target, source.args[0], [axis], True)
     if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
     for before in shown(r, node)[:-1]:
@@ -617,6 +644,13 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return together(r, node) if whole is None and not folds else whole
 
 
+def _repeat(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite values repeated along axes of size 1 as expanded ones."""
+    shape, times = r.shape(node.args[0]), r.shape(node)
+    fits = all(own in (1, new) for own, new in zip(shape[::-1], times[::-1], strict=False))
+    return r.insert(aten.expand.default, node.args[0], list(times)) if fits else None
+
+
 def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the triangle of a value as a product with a constant."""
     value = node.args[0]
@@ -625,6 +659,27 @@ def _triangle(r: Rewriter, node: fx.Node) -> fx.Node | None:
     sizes, kind = r.shape(value)[-2:], node.meta["val"].dtype
     ones = r.insert(aten.full.default, list(sizes), 1.0, dtype=kind, device=node.meta["val"].device)
     return r.insert(aten.mul.Tensor, value, r.insert(node.target, ones, *node.args[1:]))
+
+
+def _defined(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the numbers that replace undefined ones, as in fully masked rows."""
+    value = node.args[0]
+    return value if isinstance(value, fx.Node) and r.made_of(value) == "inputs" else None
+
+
+def _unexpanded(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite an elementwise operation on expanded inputs of the network: it acts before they are expanded."""
+    found = [own for own in node.all_input_nodes if r.name(own) in operations(Trait.EXPAND) and is_data(r, own)]
+    if not found:
+        return None
+    new = r.insert(node.target, *fx.map_arg(node.args, lambda own: own.args[0] if own in found else own), **node.kwargs)
+    if new.meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return new if r.shape(new) == r.shape(node) else r.insert(aten.expand.default, new, list(r.shape(node)))
+
+
+def _or_unexpanded(rewrite: Rewrite | None) -> Rewrite:
+    return lambda r, node: _unexpanded(r, node) or (None if rewrite is None else rewrite(r, node))
 
 
 _FOLDS = {
@@ -648,6 +703,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
+    "embedding": lambda r, node: _consecutive(r, node, *node.args[:2]),
     "im2col": _windows,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
@@ -657,12 +713,19 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(VIEWS, _undone),
     **written_out.REWRITES,
     "cat": _cat,
+    **dict.fromkeys(("repeat", "tile"), _repeat),
     **dict.fromkeys(WRITES, joined_writes),
     **dict.fromkeys(operations(Trait.PAD), padded),
     **dict.fromkeys(("masked_fill", "where"), spelled_mask),
-    "nan_to_num": of_softmax,
+    "nan_to_num": _defined,
+    "index_put": lambda r, node: written_mask(r, node) or joined_writes(r, node),
     "softmax": softmax,
     "eq": is_chosen,
     "abs": modulus,
     **REWRITES,
+}
+_ELEMENTWISE = Trait.JOIN | Trait.PRODUCT | Trait.CAST | Trait.POINTWISE | Trait.ORDER | Trait.EQUALISE
+_REWRITES |= {
+    name: _or_unexpanded(_REWRITES.get(name))
+    for name in operations(_ELEMENTWISE) - WRITES - {"one_hot"} | {"remainder"}
 }

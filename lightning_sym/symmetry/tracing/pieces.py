@@ -15,6 +15,8 @@ from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.nodes import ancestors, memories_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
+_OF_VECTORS = operations(Trait.JOIN | Trait.PRODUCT | Trait.NORM | Trait.CONVOLVE) | {"linear"}
+
 
 def cut_parameters(capture: Capture, whole: set[str]) -> None:
     """Cut parameters into pieces that a network reads as the weights of several layers.
@@ -79,7 +81,7 @@ def cut_arrays(capture: Capture, whole: Collection[str]) -> bool:
         found[node] = readers, pieces
         last = [user for users in readers.values() for own in users for user in _after_moves(own)]
         in_rows = value.ndim == 2 and all(len(piece.shape) < 2 for piece in pieces.values())
-        if in_rows and all(name_of(user) in operations(Trait.JOIN | Trait.PRODUCT) for user in last):
+        if in_rows and all(name_of(user) in _OF_VECTORS for user in last):
             arrays.append(node)  # gains and biases of different values
         elif value.ndim == 2 and rows != {1} and len(last) > len(readers) and {*map(name_of, last)} == {"linear"}:
             arrays.append(node)  # columns that several values multiply, as the difference of two others

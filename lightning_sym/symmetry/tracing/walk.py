@@ -221,7 +221,8 @@ class Walk(Trace):
                     )
                     if key in self.beside_zeros:
                         note = f"{where}: {missed} of {label.size} places are multiplied by zeros only and stay fixed"
-                    self.constraints.notes[note] = None
+                    if root.state not in self.capture.buffers:  # such as the mask of a longer context
+                        self.constraints.notes[note] = None
 
     def _only_where_absorbed(self, node: fx.Node, arguments: Any, keywords: Any) -> None:
         """Fix the signs of units if the current operation cannot absorb the constant that a sign change adds."""

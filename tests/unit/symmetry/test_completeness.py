@@ -439,3 +439,27 @@ def test_convolutions_with_batch_norms_are_whole() -> None:
     symmetry = trace_symmetry(own, torch.randn(2, 2, 7, 7))
     assert symmetry.nullity == symmetry.dimension
     assert not symmetry.notes
+
+
+def test_biases_behind_a_norm_that_keep_units_on_hide_nothing() -> None:
+    network = nn.Sequential(nn.Conv1d(7, 6, 1), nn.GroupNorm(6, 6), nn.ReLU(), nn.Conv1d(6, 4, 1)).double()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in network[1].parameters():
+            weight.normal_()
+    symmetry = trace_symmetry(network, torch.randn(3, 7, 5, dtype=torch.float64))
+    assert symmetry.nullity == symmetry.dimension == 12
+    assert not symmetry.notes
+
+
+def test_a_saved_mask_of_a_longer_context_causes_no_note() -> None:
+    def attend(s: Any, x: Tensor) -> Tensor:
+        scores = (s.q(x) @ s.k(x).mT).masked_fill(s.mask[: x.shape[1], : x.shape[1]] == 0, -torch.inf)
+        weighted: Tensor = scores.softmax(-1) @ x
+        return weighted
+
+    network = Program(attend, {"q": of(nn.Linear, 5, 2), "k": of(nn.Linear, 5, 2)}).double()
+    network.register_buffer("mask", torch.ones(8, 8).tril())
+    symmetry = trace_symmetry(network, torch.randn(3, 4, 5, dtype=torch.float64))
+    assert symmetry.nullity == symmetry.dimension == 6
+    assert not symmetry.notes
