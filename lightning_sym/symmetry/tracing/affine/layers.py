@@ -213,6 +213,7 @@ class Layers(Products):
                 return None
             anywhere = Value(chosen.shape, True)  # 1 where the condition holds, else 0; also used for the opposite mask
             parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
+            parts = parts or [self.broadcast(anywhere, shape)]  # of two numbers
             return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
         rank, mask = len(shape), mask.bool()
         mask = wide(mask, rank)
