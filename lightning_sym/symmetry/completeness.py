@@ -118,7 +118,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
 
     Args:
         symmetry: The symmetry, after its self-test. Its nullity stays None if the network is too large, rounds to
-            single precision, or cannot be differentiated; or, with a note, if all tested weights have other nullities.
+            single precision, or has no derivative, or not its own (steps, custom functions); or, with a note, if all
+            tested weights have other nullities.
         network: Not changed.
         captures: The traced calls.
     """
