@@ -101,3 +101,29 @@ def test_no_lower_bound_keeps_points_of_one_orbit_apart() -> None:
     found = orbit_distance(symmetry, network, symmetry.act(symmetry.sample(), network))
     assert found.lower == 0
     assert any("no lower bound is known" in note for note in found.notes)
+
+
+CHOICES = {
+    "fill": lambda edges: torch.zeros_like(edges).masked_fill(edges == 0, -math.inf),
+    "where": lambda edges: torch.where(edges > 0, 0.0, -math.inf),
+}
+
+
+class Mean(nn.Module):
+    """The mean over a node and its neighbours, by a softmax of a mask that edges give."""
+
+    def __init__(self, choice: str) -> None:
+        super().__init__()
+        self.first, self.last, self.choice = nn.Linear(7, 4), nn.Linear(4, 3), choice
+
+    def forward(self, x, source, target):
+        edges = torch.eye(len(x), dtype=x.dtype).index_put((target, source), torch.ones_like(x[:, 0]))
+        return self.last(CHOICES[self.choice](edges).softmax(1) @ torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_masks_may_be_made_of_inputs(choice: str) -> None:
+    source, target = torch.tensor([0, 1, 2, 3, 4]), torch.tensor([1, 2, 3, 4, 0])
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    symmetry = trace_symmetry(Mean(choice).double(), (x, source, target))
+    assert (symmetry.dimension, symmetry.nullity, symmetry.notes) == (4, 4, ())

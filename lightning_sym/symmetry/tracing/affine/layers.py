@@ -187,7 +187,7 @@ class Layers(Products):
                 return None
         shape = tuple(node.meta["val"].shape)
         if isinstance(number, (int, float)) and number < _VANISHED and shape == x.shape:
-            return x.with_(relation=None, origin=None)  # a softmax ignores changes of these
+            return self._hidden(x, node.args[1])
         return self._by_place(x, None, node.args[1], shape)
 
     def _where(self, node: fx.Node) -> Any:
@@ -201,8 +201,13 @@ class Layers(Products):
             if isinstance(other, fx.Node):
                 number = self.constants.number(other)
             if own is not None and number is not None and number < _VANISHED and own.shape == shape:
-                return own.with_(relation=None, origin=None)
+                return self._hidden(own, condition)
         return self._by_place(y, x, condition, shape)
+
+    def _hidden(self, value: Value, condition: Any) -> Value:
+        """Return a value of which a mask hides elements; a softmax ignores changes of these."""
+        varies = value.varies or self.constants.known(condition) is None
+        return value.with_(relation=None, origin=None, varies=varies)
 
     def _by_place(self, x: Value | None, y: Value | None, condition: Any, shape: Shape) -> Value | None:
         """Return x where a condition is false, and y where it is true; None represents a number."""
