@@ -70,6 +70,8 @@ class Architecture:
         places, unsaved = places_of(network), unsaved_places(network)
         for name, first in self.names.items():
             shape, _ = self.layout[first]
+            if name in places and name in self.unsaved and first not in self.constants:
+                continue  # not read: a network may replace it when it runs
             if name not in places or tuple(places[name].shape) != shape:
                 found = f"has shape {list(places[name].shape)} there" if name in places else "has no such tensor"
                 advice = _wrapped(places, self.names) or _made(places, name)

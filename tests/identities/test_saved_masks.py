@@ -127,3 +127,25 @@ def test_masks_may_be_made_of_inputs(choice: str) -> None:
     x = torch.randn(5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     symmetry = trace_symmetry(Mean(choice).double(), (x, source, target))
     assert (symmetry.dimension, symmetry.nullity, symmetry.notes) == (4, 4, ())
+
+
+class Caching(Attention):
+    """Attention that makes its table when it runs, as large as the input is long."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(torch.zeros(1, 1), seed)
+        self.register_buffer("table", torch.zeros(1, 1, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        self.table = torch.arange(x.shape[1], dtype=x.dtype).expand(x.shape[1], -1)
+        return super().forward(x)
+
+
+def test_a_network_may_replace_a_buffer_when_it_runs() -> None:
+    a, b = Caching(), Caching(1)
+    symmetry = trace_symmetry(a, X)
+    b(X[:, :4])
+    assert b.table.shape == (4, 4)
+    match = weight_matching(symmetry, a, b)
+    assert match.distance_after < match.distance_before
+    torch.testing.assert_close(match.network(X), b(X), rtol=1e-10, atol=1e-10)
