@@ -19,7 +19,7 @@ from lightning_sym.symmetry import Symmetry, trace_symmetry
 SHIFTS = {
     f"{family}: {name}": count
     for count, families in {
-        1: {"tables": "weights_of_rows_masked_with_minus_infinity softmax_of_weights_of_steps"},
+        1: {"tables": "softmax_of_weights_of_steps"},
         2: {
             "tables": "half_of_a_weight_and_all_of_it",
             "writes": "copy_of_what_is_written_later clone_with_zeros",
@@ -52,7 +52,7 @@ SHIFTS = {
             "writes": "recurrent_steps_into_empty steps_that_read_the_buffer slice_of_ones slice_of_a_filled_tensor",
             "shared": "linear_stream_of_tied_blocks",
         },
-        9: {"tables": "weights_of_rows_plus_a_mask"},
+        9: {"tables": "weights_of_rows_plus_a_mask weights_of_rows_masked_with_minus_infinity"},
         10: {"shared": "convolution_with_and_without_its_norm"},
         12: {"tables": "table_behind_a_perceptron"},
         14: {"tables": "table_behind_a_linear_layer", "shared": "layer_norm_of_two_layers"},
