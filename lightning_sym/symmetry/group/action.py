@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_sym._checks import is_finite
 from lightning_sym._distributed import wide
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
 from lightning_sym.symmetry.charts import Charts, charted, uncharted
@@ -288,6 +289,8 @@ class Action:
         """
         if (exact := _exact(tensor)) is not tensor:  # summands may cancel; the result is rounded once
             moved = self.moved(exact, name, power=power, shifted=shifted, added=added)
+            if tensor.itemsize > 2 or not is_finite(tensor):
+                return moved.to(tensor)
             return fitting(moved, tensor.dtype, name).to(tensor.device)
         slots, added = self.structure.slots_of[name], [summand.like(tensor) for summand in added]
         for factor, part in self._by_entries:

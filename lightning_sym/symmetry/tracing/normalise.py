@@ -703,7 +703,6 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), _read_at),
     "gather": _gathered,
-    "embedding": lambda r, node: _consecutive(r, node, *node.args[:2]),
     "im2col": _windows,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
     **dict.fromkeys(("tril", "triu"), _triangle),
