@@ -39,7 +39,7 @@ class CurvatureMonitor(TrainingMonitor):
     - ``curvature/loss``: the underlying loss, in eval mode, on the data below.
 
     For populations these are means over members (``trace_error`` is the standard error of the mean), and
-    ``details/curvature/top_eigenvalue/member-0003`` is one member; members with weights that are not finite are left
+    ``details/curvature/top_eigenvalue/member-0003`` is one member. Members without finite weights are left
     out. The data are ``curvature_dataloader()`` of the datamodule: all training inputs, without augmentation; for other
     datamodules the training data set in index order. With several processes each takes its share. Data that change
     between passes (by random augmentation) raise an error.

@@ -95,7 +95,7 @@ def check_different(name: str, values: object, known: Collection[str] = (), *, o
         name: Name of the argument.
         values: Its value.
         known: The allowed entries; none for any.
-        of: What the entries are, for the message without ``known``.
+        of: Noun for the entries in the message without ``known``.
 
     Raises:
         ValueError: If it is not.
@@ -221,8 +221,8 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite, or it is a mask: -inf and few different numbers."""
+    """Return whether all numbers of a tensor are finite, or it is a mask: a table of -inf and few different numbers."""
     if is_finite(tensor):
         return True
-    others = tensor[tensor != -math.inf] if tensor.is_floating_point() else tensor
-    return bool(others.isfinite().all()) and 2 * len(torch.unique(others)) <= len(others)
+    others = tensor[tensor != -math.inf]
+    return tensor.ndim > 1 and bool(others.isfinite().all()) and 2 * len(torch.unique(others)) <= len(others)

@@ -239,7 +239,7 @@ class Barrier(CurveLosses):
 
 
 class LossOptions(TypedDict, total=False):
-    """How losses are measured at points in weight space.
+    """Options of measurements of losses at points in weight space.
 
     Attributes:
         loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats. A
@@ -576,7 +576,7 @@ def _unequal(loss: Loss, outputs: Any, labels: Tensor) -> str:
     """Return why a loss is no mean over samples with equal weights; empty if it is one, or fails on single samples."""
 
     def mean(rows: Tensor) -> Tensor:
-        two = rows.repeat_interleave(2).to(labels.device)  # no batch of one, whose axis a loss may drop
+        two = rows.repeat_interleave(2).to(labels.device)  # a loss may drop the axis of a batch of one
         return loss(tree_map(lambda tensor: tensor[two], outputs), labels[two])
 
     try:

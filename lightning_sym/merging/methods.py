@@ -307,7 +307,7 @@ def _merged(
         dtype = tensors[0].dtype
     elif not all(tensor.is_floating_point() for tensor in given):
         raise ValueError(f"{says} must be floating, got {', '.join(str(own.dtype) for own in given)}.")
-    if not is_finite(given[0]):
+    if not all(map(is_finite, given)):
         if all(bool((own == given[0].to(own)).all()) for own in given[1:]):
             return given[0].detach().to(dtype)
         raise ValueError(f"{says} must be the same where they hold infinities, as masks do.")

@@ -8,18 +8,18 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, functionalize, vjp, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_sym.networks.modes import PassedGradients, evaluating, plain_cdist
+from lightning_sym.networks.modes import evaluating, plain_cdist
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.jacobians import has_its_derivative, jacobian_at, moves_outputs
 from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
 from lightning_sym.symmetry.tangents import tangents_at
@@ -35,8 +35,6 @@ _MOST_SEARCHED = 500
 _SLOPE = 0.1
 # Smaller singular values, relative to the largest, count as zero.
 _ZERO = 1e-12
-# Minimum number of different inputs of each length.
-_INPUTS = 48
 # Maximum number of searches for generic weights, maximum steps of each, and required number of equal results.
 _SEARCHES, _STEPS, _AGREEING = 4, 20, 3
 # Thresholds of normal numbers for changing an entry in a step: where further directions move it, and elsewhere.
@@ -47,14 +45,8 @@ _GROWTH, _LEAST = 1.5, 0.2
 _POWERS = 8
 # Ratio of the number of inputs in searches to that of the first measurement.
 _MORE = 4
-# Divisor of the number of inputs where a network processes them one by one.
-_FASTER = 4
-# Number of directions along which derivatives are tested, relative length of a step, and of the difference allowed.
-_DIRECTIONS, _STEP, _UNLIKE = 16, 1e-6, 1e-2
 # Maximum number of further weights at which entries may be read.
 _READINGS = 12
-# Errors of torch where a function has no batched derivative.
-_REFUSALS = (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError)
 # Number of names in a note.
 _SHOWN = 6
 # Rectifiers; the first three write into their input.
@@ -118,8 +110,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
 
     Args:
         symmetry: The symmetry, after its self-test. Its nullity stays None if the network is too large, rounds to
-            single precision, or has no derivative, or not its own (steps, custom functions); or, with a note, if all
-            tested weights have other nullities.
+            single precision, or has no derivative that shows how outputs change; or, with a note, if all tested
+            weights have other nullities.
         network: Not changed.
         captures: The traced calls.
     """
@@ -154,8 +146,8 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
     with evaluating(exact), attributes_kept(exact), warnings.catch_warnings(), _Batched(leaky=True):
         warnings.simplefilter("ignore")
         read = _read_at_some(symmetry, exact, network.state_dict(), calls, found.read)
-        if not _has_its_derivative(exact, calls[0]) or _moves_outputs(exact, ~read, calls):
-            symmetry.unmeasured = "its derivatives are other functions' or 0, as those of steps"
+        if not has_its_derivative(exact, calls[0]) or moves_outputs(exact, ~read, calls):
+            symmetry.unmeasured = "derivatives do not show how outputs change, as with rounding or a custom backward"
             return
     if found.sure:
         symmetry.nullity = found.nullity
@@ -201,7 +193,7 @@ def _read_at_some(
         _draw(symmetry, exact, own, generator, amount)
         for call in _further(exact, calls, generator):
             with contextlib.suppress(Exception):  # as in `measure`
-                read = read | (_rows(exact, call, 1, generator).nan_to_num(0.0) != 0).any(0)
+                read = read | (jacobian_at(exact, call, 1, generator).nan_to_num(0.0) != 0).any(0)
         counts.append(int(read.sum()))
     return read
 
@@ -493,19 +485,6 @@ def _reaching(network: nn.Module, call: Call) -> Call:
     return result
 
 
-def _varied(tensor: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Return noisy copies of a tensor, or other integers in its range. Shape (count, ...)."""
-    shape = (count, *tensor.shape)
-    if tensor.is_floating_point():
-        finite = tensor[tensor.isfinite()]
-        size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
-        drawn = torch.randn(count, *[1] * tensor.ndim, generator=generator, dtype=torch.float64).exp()
-        return tensor + (size or 1.0) * drawn * torch.randn(shape, generator=generator, dtype=torch.float64)
-    if tensor.dtype == torch.bool or not tensor.numel():
-        return tensor.expand(shape)
-    return torch.randint(int(tensor.min()), int(tensor.max()) + 1, shape, generator=generator, dtype=tensor.dtype)
-
-
 # ---- the Jacobian
 
 
@@ -534,7 +513,7 @@ def _measured(
     """
     for more in (least, 8):  # more, where many numbers are not finite
         try:
-            rows = torch.cat([_rows(network, call, more, generator) for call in calls])
+            rows = torch.cat([jacobian_at(network, call, more, generator) for call in calls])
         except Exception as error:
             raise _NoDerivativeError from error
         rows = rows[torch.linalg.vector_norm(rows, dim=1).isfinite()]
@@ -561,115 +540,6 @@ def _rank(values: Tensor) -> int:
     return int((values > _ZERO * float(values.max())).sum()) if len(values) else 0
 
 
-def _function(network: nn.Module, call: Call) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return the flat outputs as a function of parameters and of the tensors of a call, and these tensors."""
-    buffers, (leaves, structure) = dict(network.named_buffers()), pytree.tree_flatten(call)
-
-    def outputs(weights: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        given = iter(tensors)
-        own: Call = pytree.tree_unflatten(
-            [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
-        )
-        with PassedGradients():
-            found = functional_call(network, (dict(weights), buffers), own.positional, dict(own.keywords))
-        counted = (leaf for leaf in own.counted(found) if leaf.is_floating_point())
-        return torch.cat([torch.nan_to_num(leaf, 0.0, 0.0, 0.0).flatten() for leaf in counted])
-
-    return outputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _has_its_derivative(network: nn.Module, call: Call) -> bool:
-    """Whether derivatives predict small changes of the outputs; functions may define those of other functions."""
-    generator, (outputs, tensors) = torch.Generator().manual_seed(4), _function(network, call)
-    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    numbers = []
-    for given in zip(*(_varied(tensor, _DIRECTIONS, generator) for tensor in tensors), strict=True):
-        along = {
-            name: _STEP * own.abs().mean() * torch.randn(own.shape, generator=generator, dtype=own.dtype)
-            for name, own in parameters.items()
-        }
-        ends = [outputs({name: own + by * along[name] for name, own in parameters.items()}, given) for by in (-1, 1)]
-        sums = torch.randn(ends[0].shape, generator=generator, dtype=torch.float64)
-        if (slopes := _slopes(outputs, parameters, given, sums)) is None:
-            return True
-        predicted = sum(float((slopes[name] * own).sum()) for name, own in along.items())
-        numbers.append((float(sums @ (ends[1] - ends[0])) / 2, predicted))
-    pairs = torch.tensor(numbers, dtype=torch.float64)
-    found, predicted = pairs[pairs.isfinite().all(1)].T
-    return bool((found - predicted).norm() <= _UNLIKE * torch.maximum(found.norm(), predicted.norm()))
-
-
-def _slopes(
-    outputs: Callable[..., Tensor], parameters: dict[str, Tensor], given: Sequence[Tensor], sums: Tensor
-) -> dict[str, Tensor] | None:
-    """Return the derivatives of a sum of outputs by all parameters; None where in-place operations hide them."""
-    for function in (outputs, functionalize(outputs)):
-        with contextlib.suppress(*_REFUSALS):
-            found: dict[str, Tensor] = vjp(lambda weights, f=function: f(weights, given), parameters)[1](sums)[0]
-            return found
-    with contextlib.suppress(*_REFUSALS), torch.enable_grad():
-        weights = {name: own.clone().requires_grad_() for name, own in parameters.items()}
-        made = torch.autograd.grad(sums @ outputs(weights, given), [*weights.values()], materialize_grads=True)
-        return dict(zip(weights, made, strict=True))
-    return None
-
-
-def _moves_outputs(network: nn.Module, entries: Tensor, calls: Sequence[Call]) -> bool:
-    """Whether other values of some entries change outputs, though no derivative shows it: functions may have steps."""
-    generator, parameters = torch.Generator().manual_seed(5), _weights(network)
-    others, begin = {}, 0
-    for name, own in parameters.items():
-        mask = entries[begin : begin + own.numel()].view(own.shape)
-        size = float(own.square().mean().sqrt()) or 1.0
-        others[name] = torch.where(mask, 3 * size * torch.randn(own.shape, generator=generator, dtype=own.dtype), own)
-        begin += own.numel()
-    for call in calls:
-        outputs, tensors = _function(network, call)
-        one, two = (outputs(weights, tensors).detach() for weights in (parameters, others))
-        if bool(((one - two).abs() > 1e-9 * one.abs().max()).any()):
-            return True
-    return False
-
-
-def _rows(network: nn.Module, call: Call, more: int, generator: torch.Generator) -> Tensor:
-    """Return rows of the Jacobian at noisy inputs: random sums of outputs, differentiated by all parameters.
-
-    Returns:
-        At least `more` times as many rows as there are parameters. Shape (rows, parameters), float64.
-
-    Raises:
-        RuntimeError: If the network cannot be differentiated.
-    """
-    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    outputs, tensors = _function(network, call)
-
-    def pulled(tensors: Sequence[Tensor], sums: Tensor, function: Callable[..., Tensor]) -> Tensor:
-        pull = vjp(lambda weights: function(weights, tensors), parameters)[1]
-        return _beside(vmap(pull)(sums)[0].values())
-
-    values = outputs(parameters, tensors).abs()
-    scale = torch.where(values > 0, values, values.max()).clamp(min=1e-300)  # sizes of outputs may differ widely
-    size, count = len(values), sum(parameter.numel() for parameter in parameters.values())
-    number = math.ceil(max(_INPUTS * more, 1.1 * count * math.sqrt(more) / size))
-    given = [_varied(tensor, number, generator) for tensor in tensors]
-    each = min(size, math.ceil((count + 16) * math.sqrt(more) / number))
-    sums = torch.randn(number, each, size, generator=generator, dtype=torch.float64) / scale
-    for function in (outputs, functionalize(outputs)):  # the latter avoids in-place operations, and is slower
-        with contextlib.suppress(*_REFUSALS):
-            found: Tensor = vmap(pulled, (0, 0, None), randomness="same")(given, sums, function)
-            return found.flatten(0, 1)
-    weights = {name: parameter.requires_grad_() for name, parameter in parameters.items()}
-    blocks = []
-    for index in range(math.ceil(number / _FASTER)):  # one call at a time
-        made = outputs(weights, [tensor[index] for tensor in given])
-        own = torch.randn(min(_FASTER * each, size), size, generator=generator, dtype=torch.float64) / scale
-        # Parameters that are not read get a single zero for all rows.
-        parts = torch.autograd.grad(made, [*weights.values()], own, is_grads_batched=True, materialize_grads=True)
-        whole = zip(parts, weights.values(), strict=True)
-        blocks.append(_beside(part.expand(len(own), *weight.shape) for part, weight in whole))
-    return torch.cat(blocks)
-
-
 def _fewer(rows: Tensor) -> Tensor:
     """Return random sums of a matrix's rows, where there are many: these have the same kernel."""
     count = 2 * rows.shape[1]
@@ -679,11 +549,6 @@ def _fewer(rows: Tensor) -> Tensor:
     for part in torch.split(rows, count):
         summed[: len(part)] += part * torch.randn(len(part), 1, generator=generator, dtype=rows.dtype)
     return summed
-
-
-def _beside(parts: Iterable[Tensor]) -> Tensor:
-    """Concatenate the rows of all parameters."""
-    return torch.cat([part.reshape(len(part), -1) for part in parts], 1)
 
 
 # ---- the group

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import all_finite
+from lightning_sym._checks import is_finite
 
 Kept = TypeVar("Kept")
 
@@ -25,7 +25,7 @@ def fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         ValueError: If they do not.
     """
     tensor = tensor.to(dtype)
-    if tensor.is_floating_point() and not all_finite(tensor):
+    if not is_finite(tensor):
         raise ValueError(
             f"{name} would hold numbers that {dtype} does not; expected an element of smaller scales, or a type of "
             "larger range."

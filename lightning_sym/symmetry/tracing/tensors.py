@@ -34,9 +34,9 @@ class Tensors(NamedTuple):
         states, weightless = state_tensors(network), is_weightless(network)
         parameters = [name for name, _ in network.named_parameters() if name in states]
         states |= constant_values(network) if weightless else {}
-        others = ((name, own) for name, own in states.items() if name not in {*parameters} and not own.is_meta)
-        masks = {name for name, own in others if own.is_floating_point() and not must_be_finite(name, parameters)
-                 and bool(own.isinf().any())}  # fmt: skip
+        weights = {*parameters}
+        buffers = ((name, own) for name, own in states.items() if not must_be_finite(name, weights) and not own.is_meta)
+        masks = {name for name, own in buffers if own.is_floating_point() and bool(own.isinf().any())}
         return cls(states, parameters, constant_names(network) | masks, weightless)
 
     @property
