@@ -203,7 +203,7 @@ def check_features(module: nn.Module, x: Tensor, channels: int, grid: tuple[int,
 
 def not_finite(state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of tensors with NaN or infinity, except masks of -inf."""
-    return [name for name, value in state.items() if not all_finite(value)]
+    return [name for name, value in state.items() if not finite_or_mask(value)]
 
 
 def must_be_finite(name: str, weights: Collection[str]) -> bool:
@@ -220,7 +220,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())  # the sum is faster, but may overflow
 
 
-def all_finite(tensor: Tensor) -> bool:
+def finite_or_mask(tensor: Tensor) -> bool:
     """Return whether all numbers of a tensor are finite, or it is a mask: a table of -inf and few different numbers."""
     if is_finite(tensor):
         return True

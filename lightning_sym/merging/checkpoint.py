@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checkpoint_files import CONFIGURATION, Found, check_described, configuration_in, locate
-from lightning_sym._checks import all_finite
+from lightning_sym._checks import finite_or_mask
 from lightning_sym._files import load_json
 from lightning_sym._text import unknown
 from lightning_sym.merging.folders import configured_as, files_beside, notes_beside
@@ -158,7 +158,7 @@ class Checkpoint:
         for name, tensor in floating.items():
             if tensor.dtype not in _FLOATING.values():
                 raise ValueError(f"{file} holds {name} as {tensor.dtype}; expected numbers of 16 bits or more.")
-            if not all_finite(tensor):
+            if not finite_or_mask(tensor):
                 raise ValueError(f"{file} holds {name} with values that are not finite; expected finite weights.")
         exact = bool(floating) and all(tensor.dtype == torch.float64 for tensor in floating.values())
         names = first_names(network)

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from lightning_sym._checks import all_finite, check_numbers, is_finite
+from lightning_sym._checks import check_numbers, finite_or_mask, is_finite
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import weighted_sum
 from lightning_sym.merging import formulas
@@ -283,7 +283,7 @@ def _check_mappings(given: Mapping[str, Mapping[str, Tensor]]) -> None:
             raise ValueError(f"{key} is missing in {', '.join(missing)}; expected the same names in all.")
     for what, own in given.items():
         for key, tensor in own.items():
-            if not tensor.is_meta and not all_finite(tensor):
+            if not tensor.is_meta and not finite_or_mask(tensor):
                 raise ValueError(f"{key} of {what} holds values that are not finite; expected finite weights.")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sym._checks import all_finite
+from lightning_sym._checks import finite_or_mask
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.group.assignment import (
@@ -102,7 +102,7 @@ def sketched(
     squares = []
     for name in a:
         if name not in symmetry.weight_names:
-            if a[name].is_floating_point() and not all(all_finite(own[name]) for own in (a, b)):
+            if a[name].is_floating_point() and not all(finite_or_mask(own[name]) for own in (a, b)):
                 squares.append(math.nan)
             continue
         one, two = (own[name].detach() for own in (a, b))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_sym._checkpoint_files import SAFETENSORS, other_format
-from lightning_sym._checks import all_finite
+from lightning_sym._checks import finite_or_mask
 from lightning_sym._files import hold, is_temporary, load_json, not_written, write_atomically
 from lightning_sym._text import nearest
 from lightning_sym.symmetry.views import NamedTensors, fitting
@@ -157,7 +157,7 @@ class _Weights(NamedTensors):
                 raise ValueError(
                     f"{stored.file} holds {stored.key} as {tensor.dtype}; expected numbers of 16 bits or more."
                 )
-            if not all_finite(tensor):
+            if not finite_or_mask(tensor):
                 raise ValueError(f"{stored.file} holds {stored.key} with values that are not finite.")
             tensor = tensor.float() if tensor.element_size() < 4 else tensor
         return tensor
