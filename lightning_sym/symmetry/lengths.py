@@ -76,7 +76,7 @@ def form_of(call: Call) -> tuple[int, ...]:
 
 
 def other_lengths(
-    network: nn.Module, call: Call, generator: torch.Generator, *, thrifty: bool
+    network: nn.Module, call: Call, generator: torch.Generator, *, thrifty: bool, rows: int = 2
 ) -> Iterator[tuple[Call, Call, list[Tensor]]]:
     """Yield inputs of lengths other than an example's that a network accepts.
 
@@ -85,6 +85,7 @@ def other_lengths(
         call: The example.
         generator: Generator for the entries.
         thrifty: Whether to skip other numbers of samples, shorter sequences, and larger images.
+        rows: Number of samples, unless it is thrifty; the first two are repeated, with other noise.
 
     Yields:
         The example with other lengths; some samples of it in float64, with noise; and the network's outputs for these.
@@ -96,7 +97,9 @@ def other_lengths(
     few = double(call)
     if samples:
         one = thrifty and (images or all(t.ndim == 2 for t in tensors))  # sequences may come before samples
+        several = pytree.tree_map_only(Tensor, lambda t: t[torch.arange(rows) % min(2, len(t))], few)
         few = pytree.tree_map_only(Tensor, lambda t: t[: 1 if one else 2], few)
+        few = several if not thrifty and runs(network, [several]) else few
         if not thrifty and not runs(network, [few]):  # the nodes of a graph are no samples
             few, samples = double(call), frozenset()
 

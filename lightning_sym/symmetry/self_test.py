@@ -33,6 +33,8 @@ from lightning_sym.symmetry.tracing.masks import mark_masked_softmaxes
 _LARGE = 5e5
 # A network is traced so often at most: further lengths are added while the group is too large for one.
 _MOST_TRACES = 4
+# Samples of inputs of other lengths: on fewer ones, two exchanged units may both be dead.
+_ROWS = 8
 _MASKED = "softmax in {}: a mask may hide whole rows, whose weights then do not sum to one, so that biases stay"
 
 
@@ -112,7 +114,7 @@ def _elsewhere(
 
     def failing(example: Call) -> tuple[Call, float] | None:
         nonlocal element
-        for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty):
+        for call, exactly, outputs in other_lengths(exact, example, generator, thrifty=thrifty, rows=_ROWS):
             for _ in range(1 if thrifty else 2) if informative(outputs) else ():
                 element = moving_element(symmetry, exact, generator, 0.5, element)
                 try:

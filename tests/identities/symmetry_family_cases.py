@@ -1102,7 +1102,8 @@ def two_norms_in_front_of_tanh(s, x):
     h = s.a(x)
     return s.b(tanh(s.m(h))) + s.c(tanh(s.n(h)))
 
-shared.row("bias_of_two_weights", UNITS,
+# Each unit of one layer changes places with that of the other, and both last biases do.
+shared.row("bias_of_two_weights", group([8], 8) + Group(9 * math.log10(2), 0, 0, 0, 0),
     lambda s, x: s.b(relu(F.linear(x, s.w, s.bias))) + s.c(relu(F.linear(x, s.v, s.bias))), w=parameter(8, 5),
     v=parameter(8, 5), bias=parameter(8), c=B)
 shared.row("bias_of_two_convolutions", UNITS,
