@@ -97,7 +97,8 @@ def has_its_derivative(network: nn.Module, call: Call) -> bool:
 
 def moves_outputs(network: nn.Module, entries: Tensor, calls: Sequence[Call]) -> bool:
     """Test whether other values of some entries change outputs; the derivative of a step does not show it."""
-    generator, parameters = torch.Generator().manual_seed(5), dict(network.named_parameters())
+    generator = torch.Generator().manual_seed(5)
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     others, begin = {}, 0
     for name, own in parameters.items():
         mask = entries[begin : begin + own.numel()].view(own.shape)
