@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import evaluating, plain_cdist
 from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry.exchanges import missing_exchange
 from lightning_sym.symmetry.jacobians import has_its_derivative, jacobian_at, moves_outputs
 from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
@@ -161,17 +162,29 @@ def measure(symmetry: Symmetry, network: nn.Module, captures: Sequence[Capture])
         )
     if not bool(found.read.all()):
         symmetry.notes = (*symmetry.notes, *_unread(symmetry, exact, read, captures))
+    with evaluating(exact), attributes_kept(exact), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generator = torch.Generator().manual_seed(6)
+        _draw(symmetry, exact, network.state_dict(), generator, math.inf)
+        further = [*_further(exact, calls, generator)]
+        exchanged = missing_exchange(symmetry, exact, further, functools.partial(_Batched, leaky=True))
+    if exchanged:
+        text = "some exchange of entries of {} changes no output (at these sizes), and no element of this group does it"
+        symmetry.notes = (*symmetry.notes, text.format(_first(exchanged)))
     if found.missing:
-        names, missing, where = found.names(), f"{found.missing} of {found.nullity}", "at these sizes"
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        missing, where = f"{found.missing} of {found.nullity}", "at these sizes"
         if not found.sure:
             missing = f"at most {found.missing} of at most {found.nullity}"
             where = "which is uncertain, as it differs between all tested weights"
         symmetry.notes = (
             *symmetry.notes,
             f"this group leaves out {missing} dimensions of the Jacobian's nullity ({where}), which move "
-            f"{', '.join(names[:_SHOWN])}{more}",
+            f"{_first(found.names())}",
         )
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _read_at_some(
@@ -246,6 +259,8 @@ class _Batched(TorchFunctionMode):
             return (args[0][..., None] == torch.arange(classes)).long() if classes > 0 else function(*args, **options)
         if function is F.embedding and not options.get("max_norm"):
             return args[1][args[0]]
+        if function is F.batch_norm:
+            return _batch_norm(*args, **options)
         if function is F.prelu and not options:
             x, slope = args
             slope = slope.view(-1, *[1] * (x.ndim - 2)) if x.ndim > 1 else slope
@@ -255,6 +270,19 @@ class _Batched(TorchFunctionMode):
             eps = given.get("eps")
             return function(**given | {"eps": torch.finfo(torch.float32).eps if eps is None else eps})
         return function(*args, **options)
+
+
+def _batch_norm(
+    x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Return a batch norm of which running statistics have derivatives; the arguments are those of torch."""
+    if training or mean is None or variance is None:
+        return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+    gain = (variance + eps).rsqrt() if weight is None else weight * (variance + eps).rsqrt()
+    start = -mean * gain if bias is None else bias - mean * gain
+    gain, start = (own.view(-1, *[1] * (x.ndim - 2)) for own in (gain, start))
+    return x * gain + start
 
 
 def _numbers(captured: Capture) -> int:

@@ -32,7 +32,7 @@ def jacobian_at(network: nn.Module, call: Call, more: int, generator: torch.Gene
         RuntimeError: If the network cannot be differentiated.
     """
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    outputs, tensors = _function(network, call)
+    outputs, tensors = outputs_at(network, call)
 
     def pulled(tensors: Sequence[Tensor], sums: Tensor, function: Callable[..., Tensor]) -> Tensor:
         pull = vjp(lambda weights: function(weights, tensors), parameters)[1]
@@ -76,7 +76,7 @@ def varied(tensor: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 def has_its_derivative(network: nn.Module, call: Call) -> bool:
     """Test whether derivatives predict small changes of the outputs; a function may define others."""
-    generator, (outputs, tensors) = torch.Generator().manual_seed(4), _function(network, call)
+    generator, (outputs, tensors) = torch.Generator().manual_seed(4), outputs_at(network, call)
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     numbers = []
     for given in zip(*(varied(tensor, _DIRECTIONS, generator) for tensor in tensors), strict=True):
@@ -86,7 +86,7 @@ def has_its_derivative(network: nn.Module, call: Call) -> bool:
         }
         ends = [outputs({name: own + by * along[name] for name, own in parameters.items()}, given) for by in (-1, 1)]
         sums = torch.randn(ends[0].shape, generator=generator, dtype=torch.float64)
-        if (slopes := _slopes(outputs, parameters, given, sums)) is None:
+        if (slopes := slopes_of(outputs, parameters, given, sums)) is None:
             return True
         predicted = sum(float((slopes[name] * own).sum()) for name, own in along.items())
         numbers.append((float(sums @ (ends[1] - ends[0])) / 2, predicted))
@@ -106,14 +106,14 @@ def moves_outputs(network: nn.Module, entries: Tensor, calls: Sequence[Call]) ->
         others[name] = torch.where(mask, 3 * size * torch.randn(own.shape, generator=generator, dtype=own.dtype), own)
         begin += own.numel()
     for call in calls:
-        outputs, tensors = _function(network, call)
+        outputs, tensors = outputs_at(network, call)
         one, two = (outputs(weights, tensors).detach() for weights in (parameters, others))
         if bool(((one - two).abs() > 1e-9 * one.abs().max()).any()):
             return True
     return False
 
 
-def _function(network: nn.Module, call: Call) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def outputs_at(network: nn.Module, call: Call) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Return the flat outputs as a function of parameters and of the tensors of a call, and these tensors."""
     buffers, (leaves, structure) = dict(network.named_buffers()), pytree.tree_flatten(call)
 
@@ -123,14 +123,14 @@ def _function(network: nn.Module, call: Call) -> tuple[Callable[..., Tensor], li
             [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
         )
         with PassedGradients():
-            found = functional_call(network, (dict(weights), buffers), own.positional, dict(own.keywords))
+            found = functional_call(network, buffers | dict(weights), own.positional, dict(own.keywords))
         counted = (leaf for leaf in own.counted(found) if leaf.is_floating_point())
         return torch.cat([torch.nan_to_num(leaf, 0.0, 0.0, 0.0).flatten() for leaf in counted])
 
     return outputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _slopes(
+def slopes_of(
     outputs: Callable[..., Tensor], parameters: dict[str, Tensor], given: Sequence[Tensor], sums: Tensor
 ) -> dict[str, Tensor] | None:
     """Return the derivatives of a sum of outputs by all parameters; None where in-place operations hide them."""
