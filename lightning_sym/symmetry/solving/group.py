@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_sym.symmetry.arrays import Ints, give_back_memory
+from lightning_sym.symmetry.arrays import Bools, Ints, give_back_memory
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.gained import Known, find_gained
-from lightning_sym.symmetry.solving.half_turns import solve_half_turns, with_half_turns
-from lightning_sym.symmetry.solving.nesting import find_nesting
+from lightning_sym.symmetry.solving.half_turns import Turned, solve_half_turns, with_half_turns
+from lightning_sym.symmetry.solving.nesting import Nesting, find_nesting, heads_with_one_gain, merged
 from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
-from lightning_sym.symmetry.solving.replicas import Folded, copies_of, fold_replicas, sheets_at
+from lightning_sym.symmetry.solving.replicas import Copied, Folded, copies_of, fold_replicas, sheets_at
 from lightning_sym.symmetry.solving.scales import (
+    Forms,
     Table,
     needlessly_fixed,
     scales_at,
@@ -29,6 +30,7 @@ from lightning_sym.symmetry.tracing.labels import Labels
 from lightning_sym.symmetry.tracing.numbering import Hashes, flat, marked
 from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
+_NOTHING = np.zeros(0, np.int64)
 _MANY = 1_000_000  # number of atoms above which memory is returned to the system
 # Bias, weight, the weight's axis, and the amount: see Structure.absorbed.
 Absorbed = tuple[str, str, int, float]
@@ -76,6 +78,26 @@ class _Solved(NamedTuple):
     end: int
 
 
+class _Unsolved(NamedTuple):
+    """Units, before it is known which of them permutations and matrices move.
+
+    Attributes:
+        positions: The positions of units.
+        forms: Scales and signs by position.
+        colour: Hash of the places of each root.
+        nesting: Parents and members of blocks.
+        held: Notes on scales that are fixed.
+        turned: Half turns.
+    """
+
+    positions: Positions
+    forms: Forms
+    colour: Hashes
+    nesting: Nesting
+    held: list[str]
+    turned: Turned | None
+
+
 def find_group(labels: Labels, known: Known) -> Group:
     """Solve the constraints of a network's operations.
 
@@ -98,8 +120,43 @@ def find_group(labels: Labels, known: Known) -> Group:
     del by_variable
     colour = colours(positions, forms)
     nesting = find_nesting(constraints, positions, colour)
-    positions, nesting, folded = fold_replicas(constraints.copies, positions, nesting, colour)
+    shared = heads_with_one_gain(nesting, colour, positions.fixed)
+    kept = replace(positions, atom=positions.atom.copy(), tag=positions.tag.copy()) if shared else positions
+    unsolved = _Unsolved(positions, forms, colour, nesting, held, turned)
+    found = _found(labels, known, unsolved, constraints.copies)
+    assert found is not None
+    group, mixed = found
+    shared = [own for own in shared if not mixed[own.members].any()]
+    if shared:  # units of heads that no matrices mix
+        positions = replace(kept, **merged(shared, kept.root, kept.atom))
+        nesting = nesting.without(own.gains for own in shared)
+        unsolved = _Unsolved(positions, forms, colours(positions, forms), nesting, held, turned)
+        copies = [*constraints.copies, *(own.copies for own in shared)]
+        group, _ = _found(labels, known, unsolved, copies, np.array([own.gains[0] for own in shared])) or (group, mixed)
+    return group
+
+
+def _found(
+    labels: Labels, known: Known, unsolved: _Unsolved, copied: Sequence[Copied], repeated: Ints = _NOTHING
+) -> tuple[Group, Bools] | None:
+    """Find the group, given the units and which of them move together.
+
+    Args:
+        labels: See :func:`find_group`.
+        known: See there.
+        unsolved: The units. Their positions change.
+        copied: All copies.
+        repeated: Roots of which all copies must move in blocks.
+
+    Returns:
+        The group, and a mask of the roots that matrices mix; None if those copies do not.
+    """
+    positions, forms, colour, nesting, held, turned = unsolved
+    walk, constraints = labels.walk, labels.walk.constraints
+    positions, nesting, folded = fold_replicas(copied, positions, nesting, colour)
     if folded is not None:
+        if not folded.slots_of.keys() >= {*repeated.tolist()}:
+            return None
         colour = colours(positions, forms)
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
@@ -113,6 +170,8 @@ def find_group(labels: Labels, known: Known) -> Group:
     copies = copies_of(orbits, blocks.number_of, folded, positions, (scales, signs))
     irregular = [own.slots for own in copies if own is not None and not (own.scales.complete and own.signs.complete)]
     if irregular:  # the action of block permutations on their scales is unknown
+        if len(repeated):
+            return None
         blocks = blocks.without(flat(irregular))
     in_blocks = marked(int(blocks.number_of.max(initial=-1)) + 1, *blocks.members)
     movable = [  # units in cells of size 1 move with blocks only
@@ -124,8 +183,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     structure = _on_parameters(solved, walk.kinds, dense, walk.absorbed)
     structure, values = with_half_turns(turned, structure, _on_values(solved, structure), positions)
     del solved
-    nothing = np.zeros(0, np.int64)
-    positions = replace(positions, where=nothing, tag=nothing, copy=nothing)  # releases memory
+    positions = replace(positions, where=_NOTHING, tag=_NOTHING, copy=_NOTHING)  # releases memory
     rotations, why_not = find_rotations(
         structure, find_met(constraints, positions, orbits, colour, nesting), walk.gains
     )
@@ -136,12 +194,14 @@ def find_group(labels: Labels, known: Known) -> Group:
     counts = {"scales": scales.left_out, "signs": signs.left_out}
     apart = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     left_out = [f"{apart} that only act together with others are left out"] * bool(apart)
-    return Group(
+    group = Group(
         replace(structure, charts=labels.charts),
         values,
         [*constraints.notes, *held, *left_out, *why_not, *without],
         unread_units(structure, positions, orbits, constraints, walk.tensors),
     )
+    units = [*structure.dense, *(own.units for own in rotations), *(own.units for own in gained)]
+    return group, marked(len(positions.root), orbits.roots[flat(units)])
 
 
 def _give_back(atoms: int) -> None:

@@ -1,14 +1,14 @@
 """Nesting of units: members of heads, or of rows of heads."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints, rising, rising_pairs
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.numbering import Hashes, components, flat, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.numbering import Hashes, Numbers, components, flat, marked, mix, sum_by
 
 
 class Nesting(NamedTuple):
@@ -24,10 +24,65 @@ class Nesting(NamedTuple):
     shared: Ints
     gains: Ints = np.zeros((2, 0), np.int64)
 
+    def without(self, parents: Iterable[Ints]) -> "Nesting":
+        """Return the nesting without some parents."""
+        gone = flat([*parents])
+        pairs, gains = (own[:, ~np.isin(own[0], gone)] for own in (self.pairs, self.gains))
+        return Nesting(pairs, np.setdiff1d(self.shared, gone), gains)
+
     @property
     def others(self) -> Ints:
         """All other pairs. Shape (2, pairs)."""
         return self.pairs[:, ~np.isin(self.pairs[0], self.gains[0])]
+
+
+class Heads(NamedTuple):
+    """A unit of every head, with the gains and biases that all heads share.
+
+    Attributes:
+        gains: The roots of the gains and biases, each of another parameter.
+        members: The roots of the units, one in each head.
+    """
+
+    gains: Ints
+    members: Ints
+
+    @property
+    def copies(self) -> tuple[Ints, Ints, Ints]:
+        """The units as copies of the gain; see :meth:`Constraints.copied`."""
+        return self.members, np.full_like(self.members, self.gains[0]), np.arange(len(self.members))
+
+
+def heads_with_one_gain(nesting: Nesting, colour: Hashes, fixed: Bools) -> list[Heads]:
+    """Find units of heads that could change places with others of all heads, together with the gains of all heads.
+
+    Args:
+        nesting: Parents and members.
+        colour: Hash of the places of each root.
+        fixed: Mask of the roots that stay in place.
+    """
+    by_members: dict[tuple[int, ...], list[int]] = {}
+    for gain in nesting.shared.tolist():
+        members = nesting.pairs[1, nesting.pairs[0] == gain]
+        by_members.setdefault(tuple(members.tolist()), []).append(gain)
+    heads = [Heads(np.array(gains), np.array(members)) for members, gains in by_members.items()]
+    met = np.bincount(flat([own.members for own in heads]), minlength=len(colour))
+    kinds = [tuple(sorted(colour[part].tolist()) for part in own) for own in heads]
+    return [
+        own
+        for own, kind in zip(heads, kinds, strict=True)
+        if kinds.count(kind) > 1
+        and len({*colour[own.gains].tolist()}) == len(own.gains)
+        and not (fixed[flat([*own])].any() or (met[own.members] > 1).any())
+    ]
+
+
+def merged(heads: Sequence[Heads], root: Ints, atom: Numbers) -> dict[str, Any]:
+    """Return roots and atoms of positions, with the gains that heads share as one root each."""
+    onto = np.arange(len(root))
+    for own in heads:
+        onto[own.gains] = own.gains[0]
+    return {"root": onto[root], "atom": onto.astype(atom.dtype)[atom]}
 
 
 def find_nesting(constraints: Constraints, positions: Positions, colour: Hashes) -> Nesting:

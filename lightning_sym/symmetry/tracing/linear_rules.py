@@ -205,6 +205,7 @@ def _normalised(trace: Trace, label: Label, epsilon: float, groups: Any = None, 
         if centred:
             constraints.keep_ones(label)
             signs = divided
+            constraints.common.append(divided)
         else:
             constraints.fix_scales(divided, magnitudes=False)
     if epsilon != 0:

@@ -347,8 +347,10 @@ class Solution:
         for numbers, terms in unknowns.equations:
             if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:
                 pairs.append(numbers)
-            if any(atom.kind != "length" for _, items in terms for atom, *_ in items):
-                priority[numbers[:, 0]] = np.where(self.kinds[numbers[:, 0]] == SUMS, 6, priority[numbers[:, 0]])
+            gained = any(atom.kind != "length" for _, items in terms for atom, *_ in items)
+            if gained or (len(terms) == 2 and (priority[numbers[:, 1]] == 6).any()):  # also multiples of such sums
+                of_gains = (self.kinds[numbers[:, 0]] == SUMS) & (gained | (priority[numbers[:, -1]] == 6))
+                priority[numbers[of_gains, 0]] = 6
         one, two = np.concatenate(pairs).T
         graph = sparse.csr_matrix((np.ones(len(one)), (one, two)), (unknowns.count, unknowns.count))
         _, label = sparse.csgraph.connected_components(graph, False)
