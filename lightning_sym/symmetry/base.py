@@ -31,7 +31,6 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.element_group import ElementGroup
 from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.group.kinds import factors_of
-from lightning_sym.symmetry.group.permutation import Permutation
 from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice, scaled_buffers
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
@@ -223,8 +222,7 @@ class Symmetry(ElementGroup):
 
     def table(self) -> list[dict[str, Any]]:
         """Return one row per axis group: the content of `print(symmetry)`, as data."""
-        rows, permutation = [], self.factors["permutation"]
-        assert isinstance(permutation, Permutation)
+        rows = []
         for index, group in enumerate(self.groups):
             cells = np.bincount(self.structure.cells[index])
             shared = np.unique(self.structure.scale_table[index])
@@ -238,7 +236,7 @@ class Symmetry(ElementGroup):
                     "type": group.kind,
                     "parameters": [f"{o.tensor}[{', '.join(map(str, o.axes))}]" for o in group.occurrences],
                     "dimension": int((cells**2).sum()) if group.dense else len(shared) + turning,
-                    "log10_permutations": permutation.log_order_in(index) / math.log(10),
+                    "log10_permutations": self.structure.log_order_in(index) / math.log(10),
                 }
             )
         return rows

@@ -1,6 +1,5 @@
 """Permutations of units within cells, and of blocks."""
 
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -85,19 +84,10 @@ class Permutation(Factor[Tensor]):
         """Return the inverse of a part."""
         return torch.argsort(own)
 
-    def log_order_in(self, orbit: int) -> float:
-        """Return the natural logarithm of the number of permutations of an orbit's units within their cells."""
-        structure = self.structure
-        first = structure.orbits[orbit][0]
-        if not structure.movable[orbit] or structure.cell_of[first] >= 0 or structure.rotation_of[first] >= 0:
-            return 0.0  # these permutations are among the matrices
-        return sum(math.lgamma(count + 1) for count in np.bincount(structure.cells[orbit]))
-
     @property
     def log_order(self) -> float:
         """Natural logarithm of the number of permutations that are not matrices of another factor."""
-        inside = sum(self.log_order_in(orbit) for orbit in range(len(self.structure.orbits)))
-        return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.structure.blocks)
+        return self.structure.log_order
 
     def matrix_places(self) -> Iterable[MatrixPlace]:
         """Yield the places where units of a cell are permuted, but not mixed by matrices; see :class:`Factor`."""

@@ -132,7 +132,9 @@ def find_group(labels: Labels, known: Known) -> Group:
         nesting = nesting.without(own.gains for own in shared)
         unsolved = _Unsolved(positions, forms, colours(positions, forms), nesting, held, turned)
         copies = [*constraints.copies, *(own.copies for own in shared)]
-        group, _ = _found(labels, known, unsolved, copies, np.array([own.gains[0] for own in shared])) or (group, mixed)
+        more = _found(labels, known, unsolved, copies, np.array([own.gains[0] for own in shared]))
+        if more is not None and _freedom(more[0].structure) > _freedom(group.structure):
+            group = more[0]
     return group
 
 
@@ -202,6 +204,10 @@ def _found(
     )
     units = [*structure.dense, *(own.units for own in rotations), *(own.units for own in gained)]
     return group, marked(len(positions.root), orbits.roots[flat(units)])
+
+
+def _freedom(structure: Structure) -> tuple[float, int]:
+    return structure.log_order, len(structure.rotations)
 
 
 def _give_back(atoms: int) -> None:

@@ -143,6 +143,19 @@ class Structure:
     charts: Charts = field(default_factory=Charts)
     told: tuple[tuple[str, str], ...] = ()
 
+    def log_order_in(self, orbit: int) -> float:
+        """Return the natural logarithm of the number of permutations of an orbit's units within their cells."""
+        first = self.orbits[orbit][0]
+        if not self.movable[orbit] or self.cell_of[first] >= 0 or self.rotation_of[first] >= 0:
+            return 0.0  # these permutations are among the matrices
+        return sum(math.lgamma(count + 1) for count in np.bincount(self.cells[orbit]))
+
+    @property
+    def log_order(self) -> float:
+        """Natural logarithm of the number of permutations that are not among matrices."""
+        inside = sum(self.log_order_in(orbit) for orbit in range(len(self.orbits)))
+        return inside + sum(math.lgamma(len(blocks) + 1) for blocks in self.blocks)
+
     def copies_of(self, orbit: int) -> Copies | None:
         """Return the copies of an orbit's units, or None."""
         return self.copies[orbit] if orbit < len(self.copies) else None

@@ -45,12 +45,11 @@ def heads_with_one_gain(s: Any, x: Tensor) -> Tensor:
     ("function", "parts", "names"),
     [
         (products_of_pairs, {}, "a.weight, a.bias, b.weight"),
-        (heads_with_one_gain, {"g": parameter(2)}, "a.weight, a.bias, b.weight, g"),
         (lambda s, x: s.b(s.a(x).cumsum(-1) * s.c(x).cumsum(-1)), {"c": A}, "a.weight, a.bias, c.weight, c.bias"),
         (lambda s, x: s.b(torch.tanh(s.n(s.a(x)))) + s.c(torch.tanh(s.m(s.a(x)))), {"n": BN, "m": BN, "c": B},
             "n.weight, m.bias"),
     ],
-    ids=["pairs", "gain of heads", "factors", "norms behind one layer"],
+    ids=["pairs", "factors", "norms behind one layer"],
 )  # fmt: skip
 def test_exchanges_that_the_group_lacks_are_noted(function: Any, parts: dict[str, Any], names: str) -> None:
     note = noted(function, vectors(3, 6), **{"a": A, "b": B} | parts)
@@ -69,9 +68,10 @@ def bag(s: Any, tokens: Tensor) -> Tensor:
         (lambda s, x: s.b(s.a(x)), {}, vectors(3, 6)),
         (lambda s, x: s.b(torch.relu(s.a(x) + s.p)), {"p": parameter(4)}, vectors(3, 6)),
         (lambda s, x: s.b(s.g * rms(s.a(x))), {"g": parameter(4)}, vectors(3, 6)),
+        (heads_with_one_gain, {"g": parameter(2)}, vectors(3, 6)),
         (bag, {"e": of(nn.Embedding, 7, 4), "b": B}, torch.tensor([[0, 6, 2], [1, 1, 5]])),
     ],
-    ids=["permutations", "statistics", "matrices", "translations", "rotations", "tokens"],
+    ids=["permutations", "statistics", "matrices", "translations", "rotations", "heads", "tokens"],
 )
 def test_exchanges_of_the_group_are_not_noted(function: Any, parts: dict[str, Any], example: Tensor) -> None:
     assert not noted(function, example, **parts if "e" in parts else {"a": A, "b": B} | parts)
