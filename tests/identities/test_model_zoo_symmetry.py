@@ -101,7 +101,7 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("timm", ("botnet", "lambda_resnet"), {RELATIVE}),
         ("timm", ("sam",), {PLACES}),
         ("timm", ("tnt",), {TIED, PLACES}),
-        ("timm", ("vit, norms of queries and keys",), {NORMED}),
+        ("timm", ("vit, norms of queries and keys",), {TIED, NORMED}),
     )
     for name in names
 }

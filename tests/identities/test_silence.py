@@ -50,12 +50,10 @@ FREER = ("incoming or outgoing numbers", "nothing reads", "biases could absorb",
     "by zero, whose weights", "invertible matrices also mix these")  # fmt: skip
 # Where exchanges that the group lacks are all that is noted.
 EXCHANGED = {
-    "writes: two_layers_into_empty", "writes: two_layers_interleaved", "writes: two_units_swapped",
-    "writes: indices_are_an_output", "shared: linear_behind_which_two_norms_stand",
+    "writes: two_units_swapped", "writes: indices_are_an_output", "shared: linear_behind_which_two_norms_stand",
     "shared: two_norms_in_front_of_tanh", "shared: weight_of_a_grouped_and_of_a_plain_convolution",
-    "parts: selected_paths", "gains that heads share, in front of tanh: product",
-    "queries, keys, values in an array: head_in_part", "mean and variance of members: loop",
-    "mean and variance of members: stacks", "grouped"}  # fmt: skip
+    "parts: selected_paths", "queries, keys, values in an array: head_in_part",
+    "mean and variance of members: loop", "mean and variance of members: stacks", "grouped"}  # fmt: skip
 # Where such a note is wrong.
 ALARMS: dict[str, str] = {}
 WIDE = FREER[0]  # then matrices of the group may change nothing
