@@ -143,7 +143,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
-    if result is None and made == {"inputs"} and one != two:
+    if result is None and one != two:
         result = r.insert(aten.einsum.default, f"{terms[0]},{terms[1]}->{out}", parts)
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))

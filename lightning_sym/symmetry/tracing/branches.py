@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, source_of
+from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, sources_of
 from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
@@ -223,21 +223,22 @@ class _Branches:
         memories = [memories_of(node) for node in nodes]
         if any(memory != memories[0] for memory in memories):
             return None
-        source = source_of(self.r, nodes[0])
-        held = None if source is None else source.meta["val"]
-        if source is None or held is None or not 0 < held.numel() <= _LARGE or held.dtype != values[0].dtype:
-            return None
-        wanted, own = torch.stack([numbers_of(value) for value in values]), numbers_of(held)
-        for axis, size in enumerate(held.shape):
-            for cut in _cuts(axis, size, len(nodes)):
-                result: Any = source
-                moved = own
-                for target, args in cut:
-                    moved = target(moved, *args)
-                if moved.shape == wanted.shape and torch.equal(moved, wanted):
+        wanted = torch.stack([numbers_of(value) for value in values])
+        for source in sources_of(self.r, nodes[0]):
+            held = source.meta["val"]
+            if not 0 < held.numel() <= _LARGE or held.dtype != values[0].dtype:
+                return None
+            own = numbers_of(held)
+            for axis, size in enumerate(held.shape):
+                for cut in _cuts(axis, size, len(nodes)):
+                    result: Any = source
+                    moved = own
                     for target, args in cut:
-                        result = self.r.insert(target, result, *args)
-                    return _Lifted(result, True)
+                        moved = target(moved, *args)
+                    if moved.shape == wanted.shape and torch.equal(moved, wanted):
+                        for target, args in cut:
+                            result = self.r.insert(target, result, *args)
+                        return _Lifted(result, True)
         return None
 
     def _repeated(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
@@ -374,12 +375,16 @@ def lifted_operation(r: Rewriter, node: fx.Node, args: Sequence[tuple[Any, fx.No
     return _lifted(r, node, r.name(node), given)
 
 
-def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
+def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted], rank: int = 0) -> fx.Node | None:
     """Return an operation with a new first axis for the branches; None if it cannot be extended."""
     value, rest = args[0], [arg.node for arg in args[1:]]
-    rank = len(r.shape(node))
+    rank, column = rank or len(r.shape(node)), name == "matmul" and not rank and len(r.shape(node.args[1])) == 1
     if name in _ELEMENTWISE | {"matmul"}:
         # Broadcasting aligns the last axes, so the new axis must be first everywhere.
+        if column:  # a vector for each branch
+            args = [args[0], args[1]._replace(node=r.insert(aten.unsqueeze.default, args[1].node, -1))]
+            result = _lifted(r, node, name, args, rank + 1)
+            return r.insert(aten.squeeze.dim, result, -1)
         own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
         if name == "matmul":  # units that branches share need this axis as well
             own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]

@@ -315,7 +315,7 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     first, second = args[:2]
     made = {r.made_of(first), r.made_of(second)}
-    rewritten = _with_diagonal(r, first, second)
+    rewritten = _with_diagonal(r, first, second) or _unexpanded(r, node)
     if rewritten is not None:
         return rewritten
     equation = equation_of(node)
@@ -327,11 +327,23 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         and (rewritten := _associated(r, node, first, second) or before_sum(r, first, second)) is not None
     ):
         return rewritten
-    elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
-        rewritten = _as_row(r, first, second)
+    if rewritten is None and "inputs" in made and r.shape(second)[-1:] == (1,):
+        rewritten = _as_row(r, first, second) if 1 < len(r.shape(first)) == len(r.shape(second)) else None
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _unexpanded(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the product of an expanded value (an input for all members) as one that is broadcast."""
+    given: Any = node.args[:2]
+    for at, value in enumerate(given):
+        if r.name(value) in operations(Trait.EXPAND) and r.shape(value)[-2:] == r.shape(value.args[0])[-2:]:
+            factors = [value.args[0], given[1]] if at == 0 else [given[0], value.args[0]]
+            batch = torch.broadcast_shapes(*(r.shape(own)[:-2] for own in factors))
+            if len(r.shape(value.args[0])) > 1 and batch == r.shape(node)[:-2]:
+                return r.insert(aten.matmul.default, *factors)
+    return None
 
 
 def split_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -499,10 +511,15 @@ def _summed_members(r: Rewriter, value: Any, reader: fx.Node, gone: set[int]) ->
                 added = total is not None and r.insert(aten.sum.dim_IntList, reshaped(r, weights, sizes), [*gone])
                 return r.insert(aten.add.Tensor, total, added) if total is not None else None
         return None
-    while r.name(value) in ("permute", "transpose") and isinstance(value, fx.Node) and r.only_for(value.args[0], value):
-        moved: Any = value.target
-        axes = moved(torch.empty([2 + axis for axis in range(len(order))], device="meta"), *value.args[1:]).shape
-        order, value = [axes[axis] - 2 for axis in order], value.args[0]
+    while r.name(value) in ("permute", "transpose", "select", "squeeze") and r.only_for(value.args[0], value):
+        whole = torch.empty([2 + axis for axis in range(len(r.shape(value.args[0])))], device="meta")
+        if r.name(value) in ("permute", "transpose"):
+            whole = value.target(whole, *value.args[1:])
+        elif len(value.args) == 1 or r.shape(value.args[0])[value.args[1]] > 1:
+            return None
+        else:
+            whole = whole.select(value.args[1], 0)
+        order, value = [whole.shape[axis] - 2 for axis in order], value.args[0]
     equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None
     if equation is None or not isinstance(value, fx.Node):
         return None
@@ -551,14 +568,13 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
 # Parts of values.
 
 
-def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
-    """Return the value that contains another one as a part of its memory, also through a list of parts."""
-    source, *_ = shown(r, part)
-    while (whole := _taken_apart(r, source)) is not None:
-        source, *_ = shown(r, whole)
-    held = source.meta.get("val")
-    whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
-    return source if whole_too else None
+def sources_of(r: Rewriter, part: fx.Node) -> list[fx.Node]:
+    """Return the values that contain another one as a part of their memory, also through lists; the whole is first."""
+    views = shown(r, part)
+    while (whole := _taken_apart(r, views[0])) is not None:
+        views = [*shown(r, whole), *views]
+    held = views[0].meta.get("val")
+    return views if isinstance(held, Tensor) and memories_of(views[0]) == memories_of(part) else []
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
@@ -571,8 +587,9 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     if sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
-    if (source := source_of(r, parts[0])) is None:
+    if not (sources := sources_of(r, parts[0])):
         return None
+    source = sources[0]
     held: Tensor = source.meta["val"]
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
     if held.dtype != parts[0].meta["val"].dtype or held.numel() != numbers.numel() or not numbers.numel():

@@ -498,6 +498,11 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return r.insert(source.target, source.args[0], [axis], True)
     if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
+    before: Any = node
+    while r.name(before) in operations(Trait.REGROUP):  # whatever their memory
+        before = before.args[0]
+        if r.shape(before) == r.shape(node) and before.meta["val"].dtype == value.dtype:
+            return before
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
