@@ -295,7 +295,8 @@ class _Branches:
             self.experts.add(lifted)  # the weights of experts, times their shares
         if lifted is not None and any(arg.node in self.experts for arg in args if isinstance(arg.node, fx.Node)):
             self.experts.add(lifted)
-        self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
+        weighted = any(arg.along and r.made_of(arg.node) == "weights" for arg in args)
+        self.mixes = self.mixes or (lifted is not None and (name in _TOGETHER or weighted))
         return None if lifted is None else _Lifted(lifted, True)
 
     def _convolution(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import permuted, reshaped
 from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
-from lightning_sym.symmetry.tracing.layers import Layer, find_layer
+from lightning_sym.symmetry.tracing.grouped_layers import find_grouped_layer
+from lightning_sym.symmetry.tracing.layers import Bilinear, Layer, find_layer
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.planes import Planes, find_planes
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
@@ -224,7 +225,7 @@ class _Respeller:
             return None
         made = self._function(region)
         rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
-        layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
+        layer = _any_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
         if not biases:
             return layer, weight, None
         numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
@@ -337,6 +338,14 @@ class _Respeller:
             return permuted(self.rewriter, value, [order.index(axis) for axis in range(len(shape))])
 
         return put
+
+
+def _any_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
+    """Return the layer that a function computes, perhaps in groups."""
+    try:
+        return find_layer(function, *shapes)
+    except NOT_ON_NUMBERS:
+        return find_grouped_layer(function, *shapes)
 
 
 def _is_real(node: fx.Node) -> bool:
