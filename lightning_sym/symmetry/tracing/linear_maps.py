@@ -17,6 +17,7 @@ from lightning_sym.symmetry.tracing.contractions import permuted, reshaped
 from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
 from lightning_sym.symmetry.tracing.grouped_layers import find_grouped_layer
 from lightning_sym.symmetry.tracing.layers import Bilinear, Layer, find_layer
+from lightning_sym.symmetry.tracing.nodes import equation_of, letters_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.planes import Planes, find_planes
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
@@ -201,7 +202,8 @@ class _Respeller:
         convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
-        return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
+        in_groups = any(_has_groups(region.steps[at]) for at in products) and bool(region.of_weights)
+        return len(products) > 1 or cut or packed or in_groups or not _WINDOWS.isdisjoint(names)
 
     def _on_numbers(self, find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
         """Return the result of a search that runs a region on numbers; None if it cannot run, or adds a constant."""
@@ -338,6 +340,13 @@ class _Respeller:
             return permuted(self.rewriter, value, [order.index(axis) for axis in range(len(shape))])
 
         return put
+
+
+def _has_groups(product: fx.Node) -> bool:
+    """Whether both factors of a product, and the result, have an axis in common."""
+    equation = equation_of(product) if product.args else None
+    one, two, out = letters_of(equation) if equation is not None else ("", "", "")
+    return not {*one}.isdisjoint({*two} & {*out})
 
 
 def _any_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
