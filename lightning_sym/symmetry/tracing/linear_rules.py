@@ -48,8 +48,6 @@ def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Seque
     held = [letter for letter in summed if terms[0].index(letter) in units]
     inner = (held or summed)[-1]
     others = [letter for letter in terms[0] if letter not in output and letter != inner]
-    values = [_without_partner(trace, own, term, others, other, read)
-              for own, term, other, read in zip(values, terms, values[::-1], terms[::-1], strict=True)]  # fmt: skip
     whole = output + "".join(others)
     sizes = {
         c: size for term, value in zip(terms, values, strict=True) for c, size in zip(term, value.shape, strict=True)
@@ -61,15 +59,6 @@ def _summed_twice(trace: Trace, terms: Sequence[str], output: str, values: Seque
             if label.axes and min(label.axes) >= len(output):
                 trace.constraints.fix_scales(label.scale)
     return summed_over(trace, product, range(len(output), len(whole)), squares=False)
-
-
-def _without_partner(
-    trace: Trace, value: Value, term: str, letters: Sequence[str], other: Value, read: str
-) -> Value:
-    """Fix the units of a parameter on summed axes along which the other factor has none, as an input's channels."""
-    met = {read[axis] for label in other.labels for axis in label.axes}
-    gone = [term.index(letter) for letter in letters if letter not in met]
-    return value if other.is_zero or other.concrete is not None or not value.labels else trace.free_of(value, gone, "")
 
 
 @register_rule(Trait.CONVOLVE)
