@@ -21,7 +21,7 @@ _ELEMENTWISE = {"neg", "where", "masked_fill", "mT", "eq", "ne", "logical_not"} 
 )
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 # The number of axis arguments that follow the value.
-_AXES = {"transpose": 2, "flatten": 2, "select": 1, "slice": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
+_AXES = {"transpose": 2, "select": 1, "slice": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, merging the branches has no benefit.
 _CONVOLUTIONS = {name for name in operations(Trait.CONVOLVE) if "transpose" not in name}
@@ -402,13 +402,15 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted], rank: in
     if (count := _AXES.get(name)) is not None:
         if len(rest) < count:
             return None
-        wide = before + (name == "unsqueeze")
-        axes = [_after_first(axis, wide) for axis in rest[:count]]
+        axes = [_after_first(axis, before) for axis in rest[:count]]
         return None if None in axes else r.insert(node.target, value.node, *axes, *rest[count:], **node.kwargs)
     if name == "permute":
         return r.insert(node.target, value.node, [0, *(axis % before + 1 for axis in rest[0])])
     if name in operations(Trait.REGROUP):
         return r.insert(aten.reshape.default, value.node, [r.shape(value.node)[0], *r.shape(node)])
+    if name in operations(Trait.EXPAND):
+        wide = _wide(r, value, rank)
+        return r.insert(aten.expand.default, wide, [r.shape(wide)[0], *r.shape(node)])
     if name == "linear":
         return r.insert(node.target, value.node, *rest, **node.kwargs)
     return _norm(r, node, name, args) if name in ("layer_norm", "rms_norm") else None

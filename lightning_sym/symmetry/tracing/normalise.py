@@ -538,7 +538,18 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return r.insert(aten.repeat_interleave.self_int, r.insert(aten.cat.default, different, axis), times, axis)
     whole = joined(r, parts, axis)
     folds = any(_stacked(r, user) is node for user in node.users)  # it becomes a chain of sums or the like
-    return together(r, node) if whole is None and not folds else whole
+    return (together(r, node) or _cat_of_cats(r, node, axis)) if whole is None and not folds else whole
+
+
+def _cat_of_cats(r: Rewriter, node: fx.Node, axis: int) -> fx.Node | None:
+    """Rewrite nested concatenations along one axis as one (loops in loops)."""
+    flat: list[fx.Node] = []
+    for part in node.args[0]:  # type: ignore[union-attr]
+        inner: Any = part
+        nested = r.name(inner) == "cat" and r.only_for(inner, node)
+        nested = nested and argument(inner, 1, "dim", 0) % len(r.shape(inner)) == axis
+        flat += inner.args[0] if nested else [inner]
+    return r.insert(aten.cat.default, flat, axis) if len(flat) > len(node.args[0]) else None  # type: ignore[arg-type]
 
 
 def _repeat(r: Rewriter, node: fx.Node) -> fx.Node | None:
