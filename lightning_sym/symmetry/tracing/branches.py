@@ -291,6 +291,8 @@ class _Branches:
             return None
         lifted = self._expert(first, args) if name == "linear" else None
         lifted = self._convolution(first, args) if name in _CONVOLUTIONS else lifted or _lifted(r, first, name, args)
+        count = next(r.shape(arg.node)[0] for arg in args if arg.along)
+        lifted = lifted if r.shape(lifted) == (count, *r.shape(first)) else None
         if lifted is not None and name == "mul" and {r.made_of(arg.node) for arg in args if arg.along} == _MIXED:
             self.experts.add(lifted)  # the weights of experts, times their shares
         if lifted is not None and any(arg.node in self.experts for arg in args if isinstance(arg.node, fx.Node)):
@@ -344,7 +346,11 @@ class _Branches:
         turned = r.insert(aten.permute.default, weight.node, [0, 2, 1])
         count, *sizes = r.shape(turned)
         turned = reshaped(r, turned, [count, *[1] * (rank - 2), *sizes])
-        result = r.insert(aten.matmul.default, value.node, turned)
+        if rank == 1 and value.along:  # a row for each branch
+            row = r.insert(aten.unsqueeze.default, value.node, -2)
+            result = r.insert(aten.squeeze.dim, r.insert(aten.matmul.default, row, turned), -2)
+        else:
+            result = r.insert(aten.matmul.default, value.node, turned)
         if bias and bias[0].node is not None:
             result = r.insert(aten.add.Tensor, result, _wide(r, bias[0], rank) if bias[0].along else bias[0].node)
         self.experts.add(result)
@@ -379,13 +385,17 @@ def lifted_operation(r: Rewriter, node: fx.Node, args: Sequence[tuple[Any, fx.No
 def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted], rank: int = 0) -> fx.Node | None:
     """Return an operation with a new first axis for the branches; None if it cannot be extended."""
     value, rest = args[0], [arg.node for arg in args[1:]]
-    rank, column = rank or len(r.shape(node)), name == "matmul" and not rank and len(r.shape(node.args[1])) == 1
+    vectors = [at for at in (0, 1) if name == "matmul" and not rank and len(r.shape(node.args[at])) == 1]
+    rank = rank or len(r.shape(node))
     if name in _ELEMENTWISE | {"matmul"}:
         # Broadcasting aligns the last axes, so the new axis must be first everywhere.
-        if column:  # a vector for each branch
-            args = [args[0], args[1]._replace(node=r.insert(aten.unsqueeze.default, args[1].node, -1))]
-            result = _lifted(r, node, name, args, rank + 1)
-            return r.insert(aten.squeeze.dim, result, -1)
+        if vectors:  # as rows and columns
+            own = [arg._replace(node=r.insert(aten.unsqueeze.default, arg.node, at - 2)) if at in vectors else arg
+                   for at, arg in enumerate(args)]  # fmt: skip
+            result = _lifted(r, node, name, own, rank + len(vectors))
+            for at in reversed(vectors):
+                result = r.insert(aten.squeeze.dim, result, at - 2)
+            return result
         own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
         if name == "matmul":  # units that branches share need this axis as well
             own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
