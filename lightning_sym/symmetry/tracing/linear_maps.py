@@ -115,7 +115,7 @@ class _Respeller:
             if self.named or not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
                 continue
             cuts = sum(name in _CUTS | _WINDOWS for name in region.names)
-            if best is not None and cuts == most:
+            if best is not None and cuts == most and best[1].groups == 1:
                 continue
             if (found := self._on_numbers(self._layer, region)) is not None:
                 best, most = (start, *found), cuts
