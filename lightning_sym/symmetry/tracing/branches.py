@@ -382,24 +382,15 @@ def lifted_operation(r: Rewriter, node: fx.Node, args: Sequence[tuple[Any, fx.No
     return _lifted(r, node, r.name(node), given)
 
 
-def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted], rank: int = 0) -> fx.Node | None:
+def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.Node | None:
     """Return an operation with a new first axis for the branches; None if it cannot be extended."""
     value, rest = args[0], [arg.node for arg in args[1:]]
-    vectors = [at for at in (0, 1) if name == "matmul" and not rank and len(r.shape(node.args[at])) == 1]
-    rank = rank or len(r.shape(node))
-    if name in _ELEMENTWISE | {"matmul"}:
+    rank = len(r.shape(node))
+    if name == "matmul":
+        return _product(r, node, args)
+    if name in _ELEMENTWISE:
         # Broadcasting aligns the last axes, so the new axis must be first everywhere.
-        if vectors:  # as rows and columns
-            own = [arg._replace(node=r.insert(aten.unsqueeze.default, arg.node, at - 2)) if at in vectors else arg
-                   for at, arg in enumerate(args)]  # fmt: skip
-            result = _lifted(r, node, name, own, rank + len(vectors))
-            for at in reversed(vectors):
-                result = r.insert(aten.squeeze.dim, result, at - 2)
-            return result
-        own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
-        if name == "matmul":  # units that branches share need this axis as well
-            own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
-        return r.insert(node.target, *own, **node.kwargs)
+        return r.insert(node.target, *(_wide(r, arg, rank) if arg.along else arg.node for arg in args), **node.kwargs)
     if name in ("batch_norm", "cudnn_batch_norm"):
         return _batch_norm(r, node, args)
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
@@ -424,6 +415,23 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted], rank: in
     if name == "linear":
         return r.insert(node.target, value.node, *rest, **node.kwargs)
     return _norm(r, node, name, args) if name in ("layer_norm", "rms_norm") else None
+
+
+def _product(r: Rewriter, node: fx.Node, args: list[_Lifted]) -> fx.Node:
+    """Return a product of matrices for each branch; vectors are rows or columns."""
+    vectors = [at for at, given in enumerate(node.args[:2]) if len(r.shape(given)) == 1]
+    rank = len(r.shape(node)) + len(vectors)
+    own = [
+        arg._replace(node=r.insert(aten.unsqueeze.default, arg.node, at - 2)) if at in vectors else arg
+        for at, arg in enumerate(args[:2])
+    ]
+    factors = [_wide(r, arg, rank) if arg.along else arg.node for arg in own]
+    # Units that branches share need the first axis as well.
+    factors = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in factors]
+    result: fx.Node = r.insert(node.target, *factors)
+    for at in vectors:
+        result = r.insert(aten.squeeze.dim, result, at - 2)
+    return result
 
 
 def _after_first(axis: Any, rank: int) -> Any:

@@ -9,6 +9,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -336,13 +337,14 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _unexpanded(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the product of an expanded value (an input for all members) as one that is broadcast."""
-    given: Any = node.args[:2]
-    for at, value in enumerate(given):
-        if r.name(value) in operations(Trait.EXPAND) and r.shape(value)[-2:] == r.shape(value.args[0])[-2:]:
-            factors = [value.args[0], given[1]] if at == 0 else [given[0], value.args[0]]
-            batch = torch.broadcast_shapes(*(r.shape(own)[:-2] for own in factors))
-            if len(r.shape(value.args[0])) > 1 and batch == r.shape(node)[:-2]:
-                return r.insert(aten.matmul.default, *factors)
+    factors: list[Any] = list(node.args[:2])
+    for at, value in enumerate(factors):
+        if r.name(value) not in operations(Trait.EXPAND) or len(r.shape(value.args[0])) < 2:
+            continue
+        own = [*factors[:at], value.args[0], *factors[at + 1 :]]
+        batch = np.broadcast_shapes(*(r.shape(factor)[:-2] for factor in own))
+        if r.shape(value)[-2:] == r.shape(value.args[0])[-2:] and batch == r.shape(node)[:-2]:
+            return r.insert(aten.matmul.default, *own)
     return None
 
 
@@ -481,60 +483,6 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if rewritten is None and plain != equation:
         return r.insert(aten.einsum.default, plain, [first, second])
     return rewritten
-
-
-def summed_members(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum or mean of products with each matrix of several (heads, experts) as one product with all.
-
-    Weights may be added to the products.
-    """
-    value, axes = node.args[0], reduced(node, len(r.shape(node.args[0])))
-    if len(r.shape(node)) == len(r.shape(value)) or node.kwargs:
-        return None
-    total = _summed_members(r, value, node, axes)
-    if total is None or r.name(node) == "sum":
-        return total
-    return r.insert(aten.div.Tensor, total, math.prod(r.shape(value)[axis] for axis in axes))
-
-
-def _summed_members(r: Rewriter, value: Any, reader: fx.Node, gone: set[int]) -> fx.Node | None:
-    """Return the sum of a value along axes as one product, plus weights; None for values of other kinds."""
-    order = list(range(len(r.shape(value))))
-    if not r.only_for(value, reader):
-        return None
-    if r.name(value) == "add" and not value.kwargs:
-        for product, weights in (value.args[:2], value.args[1::-1]):
-            if r.made_of(weights) == "weights" and r.shape(product) == r.shape(value):
-                sizes = (1,) * (len(order) - len(r.shape(weights))) + r.shape(weights)
-                whole = all(sizes[axis] == r.shape(value)[axis] for axis in gone)
-                total = _summed_members(r, product, value, gone) if whole else None
-                added = total is not None and r.insert(aten.sum.dim_IntList, reshaped(r, weights, sizes), [*gone])
-                return r.insert(aten.add.Tensor, total, added) if total is not None else None
-        return None
-    while r.name(value) in ("permute", "transpose", "select", "squeeze") and r.only_for(value.args[0], value):
-        whole = torch.empty([2 + axis for axis in range(len(r.shape(value.args[0])))], device="meta")
-        if r.name(value) in ("permute", "transpose"):
-            whole = value.target(whole, *value.args[1:])
-        elif len(value.args) == 1 or r.shape(value.args[0])[value.args[1]] > 1:
-            return None
-        else:
-            whole = whole.select(value.args[1], 0)
-        order, value = [whole.shape[axis] - 2 for axis in order], value.args[0]
-    equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None
-    if equation is None or not isinstance(value, fx.Node):
-        return None
-    one, two, out = letters_of(equation)
-    factors: Any = value.args[1] if r.name(value) == "einsum" else value.args[:2]
-    own, other = (
-        dict(zip(letters, r.shape(part), strict=True)) for letters, part in zip((one, two), factors, strict=True)
-    )
-    summed = [out[order[axis]] for axis in gone]
-    if {r.made_of(part) for part in factors} != {"inputs", "weights"}:
-        return None
-    if any(own.get(letter) != other.get(letter) for letter in summed):
-        return None
-    kept = "".join(out[axis] for at, axis in enumerate(order) if at not in gone)
-    return r.insert(aten.einsum.default, f"{one},{two}->{kept}", list(factors))
 
 
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:

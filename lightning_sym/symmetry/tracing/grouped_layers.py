@@ -64,7 +64,8 @@ def find_grouped_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
     made = [axis for _, axis in (*batch, *sorted(outputs, reverse=True))]
     made += [seen[own][1] for own in spatial if own in seen]
     found = Layer(
-        shapes, tuple(own for own, _ in batch), (channel,), tuple(windows), kernel, tuple(range(len(kernel))), 1,
+        (value, kernel, shown), tuple(own for own, _ in batch), (channel,), tuple(windows),
+        kernel, tuple(range(len(kernel))), 1,
         tuple((axis, 0) for axis in made), tuple(shown[axis] for axis in made), met.factor, groups,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)

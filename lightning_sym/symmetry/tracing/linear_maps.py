@@ -202,7 +202,7 @@ class _Respeller:
         convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
-        in_groups = any(_has_groups(region.steps[at]) for at in products) and bool(region.of_weights)
+        in_groups = any(_has_groups(self.rewriter, region.steps[at]) for at in products) and bool(region.of_weights)
         return len(products) > 1 or cut or packed or in_groups or not _WINDOWS.isdisjoint(names)
 
     def _on_numbers(self, find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
@@ -342,11 +342,18 @@ class _Respeller:
         return put
 
 
-def _has_groups(product: fx.Node) -> bool:
+def _has_groups(r: Rewriter, product: fx.Node) -> bool:
     """Whether both factors of a product, and the result, have an axis in common."""
     equation = equation_of(product) if product.args else None
-    one, two, out = letters_of(equation) if equation is not None else ("", "", "")
-    return not {*one}.isdisjoint({*two} & {*out})
+    if equation is None:
+        return False
+    one, two, out = letters_of(equation)
+    factors: Any = product.args[1] if r.name(product) == "einsum" else product.args[:2]
+    wide = [
+        {letter for letter, size in zip(letters, r.shape(part), strict=True) if size > 1}
+        for letters, part in zip((one, two), factors, strict=True)
+    ]
+    return not wide[0].isdisjoint(wide[1] & {*out})
 
 
 def _any_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:

@@ -59,6 +59,7 @@ from lightning_sym.symmetry.tracing.bilinear import (
     number_of_weights,
     outer_product,
     product_of_vectors,
+    summed_members,
     summed_product,
 )
 from lightning_sym.symmetry.tracing.branches import added_branches, together
@@ -83,7 +84,6 @@ from lightning_sym.symmetry.tracing.contractions import (
     shown,
     split_product,
     stored,
-    summed_members,
 )
 from lightning_sym.symmetry.tracing.cutting import cut_results
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
@@ -498,11 +498,11 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return r.insert(source.target, source.args[0], [axis], True)
     if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
-    before: Any = node
-    while r.name(before) in operations(Trait.REGROUP):  # whatever their memory
-        before = before.args[0]
-        if r.shape(before) == r.shape(node) and before.meta["val"].dtype == value.dtype:
-            return before
+    earlier: fx.Node = node
+    while r.name(earlier) in operations(Trait.REGROUP):  # which may copy
+        earlier = earlier.args[0]  # type: ignore[assignment]
+        if r.shape(earlier) == r.shape(node) and earlier.meta["val"].dtype == value.dtype:
+            return earlier
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
