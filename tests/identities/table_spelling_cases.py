@@ -422,8 +422,8 @@ TABLES: dict[str, Function] = {
         each(BESIDE_SHUFFLED, lambda own: lambda s, x: (lambda h: own(s.o, h, torch.tanh(F.pixel_shuffle(s.u(h), 2))))(
             torch.relu(s.e(x)))), samples=20),
     "channels in groups": Function({"a": of(nn.Conv1d, 5, 4, 1, bias=False), "w": parameter(4, 2, 2),
-        "b": parameter(4, 1), "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 5), 4,
-        each(GROUPS, lambda own: lambda s, x: s.o(torch.relu(own(torch.tanh(s.a(x)), s.w) + s.b))), samples=40),
+        "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 5), 4,
+        each(GROUPS, lambda own: lambda s, x: s.o(F.leaky_relu(own(torch.tanh(s.a(x)), s.w)))), samples=40),
     "queries in groups": Function({name: of(L, 9, size, bias=False) for name, size in zip("qkv", (12, 6, 6),
         strict=True)} | {"o": of(L, 12, 7)}, steps(9, 4), 24, each(QUERIES, lambda own: lambda s, x: s.o(own(
         *(layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))).transpose(1, 2).flatten(2))),
