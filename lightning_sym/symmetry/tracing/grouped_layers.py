@@ -38,24 +38,28 @@ def find_grouped_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
         Exception: One of :data:`NOT_ON_NUMBERS`, for other functions.
     """
     value, kernel, shown = shapes
-    if len(kernel) < 3 or kernel[1] == 1:
+    if len(kernel) < 3:
         raise UnlikeError
     centre = tuple(size // 2 for size in shown)
     met = _met(function, value, kernel, centre)
-    channel, *spatial = (_only(step) for step in met.steps)
-    groups = value[channel] // kernel[1]
+    spatial = [_only(step) for step in met.steps[1:]]
     batch: list[tuple[int, int]] = []  # axes of the value and of the result
     outputs: list[tuple[int, int]] = []  # the rows from one place to the next, and the axis
+    moves = [met.steps[0]] if kernel[1] > 1 else []  # along the channels
     seen: dict[int, tuple[int, int]] = {}  # by the value's axis: the stride, and the axis
     for axis in [axis for axis, size in enumerate(shown) if size > 1]:
         beside = _met(function, value, kernel, tuple(place - (at == axis) for at, place in enumerate(centre)))
         move = met.first - beside.first
         if met.row != beside.row:
             outputs.append((met.row - beside.row, axis))
+            ends = (_met(function, value, kernel, (*centre[:axis], at, *centre[axis + 1 :])) for at in (0, shown[axis] - 1))
+            moves.append(next(ends).first - next(ends).first)
         elif (own := _only(move)) in spatial:
             seen[own] = int(move[own]), axis
         else:
             batch.append((own, axis))
+    channel = _only(next(move for move in moves if move.any()))
+    groups = value[channel] // kernel[1]
     windows = []
     for own, step, width in zip(spatial, met.steps[1:], kernel[2:], strict=True):
         stride, axis = seen.get(own, (1, -1))
@@ -86,8 +90,9 @@ def _met(function: Bilinear, value: tuple[int, ...], kernel: tuple[int, ...], pl
 
 
 def _seconds(numbers: Tensor) -> list[Tensor]:
-    """Return the second number along each axis."""
-    return [numbers[tuple(int(at == axis) for at in range(numbers.ndim))] for axis in range(numbers.ndim)]
+    """Return the second number along each axis; the first along axes of size 1."""
+    places = ([int(at == axis and size > 1) for at in range(numbers.ndim)] for axis, size in enumerate(numbers.shape))
+    return [numbers[tuple(place)] for place in places]
 
 
 def _only(step: Tensor) -> int:

@@ -135,7 +135,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
+    for respell in (spread_edges, respell_layers, _group_parts, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_beside_inputs(rewriter)
@@ -413,7 +413,7 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
-    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, taken_apart) * is_plain
+    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, _grouped, taken_apart) * is_plain
     of_layers = (_of_zeros, rows_of_indicators, outer_product, taken_apart, bilinear_row)
     for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
@@ -427,6 +427,19 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
         count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
         return with_parts(r, layer, bias, [*r.shape(bias), *[1] * count])
     return scaled_weight(r, node) if is_plain or name == "linear" else None
+
+
+def _grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite grouped convolutions with computed weights; parts of parameters may turn out to be kernels first."""
+    weight = node.args[1]
+    while r.name(weight) in operations(Trait.MOVE) | {"getitem"}:
+        weight = weight.args[0]  # type: ignore[union-attr]
+    return None if weight in r.capture.states else grouped(r, node)
+
+
+def _group_parts(r: Rewriter) -> int:
+    """Rewrite grouped convolutions with parts of parameters."""
+    return r.rewrite(dict.fromkeys(operations(Trait.CONVOLVE), grouped))
 
 
 # Moves of elements.
