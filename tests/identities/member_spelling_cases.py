@@ -86,6 +86,13 @@ def sample_by_sample(s: Any, x: Tensor) -> Tensor:
     return torch.stack([loop(s, own) for own in x], 1)
 
 
+def filled(s: Any, x: Tensor) -> Tensor:
+    y = x.new_zeros(3, len(x), 2)
+    for i, m in enumerate(s.m):
+        y[i] = m(x)
+    return y
+
+
 class Gated(nn.Module):
     """A gated layer with a layer norm."""
 
@@ -119,7 +126,7 @@ def mixture(run: Spelled) -> Spelled:
 
 RUNS: dict[str, Spelled] = {"loop": loop, "einsum": einsum, "bmm": bmm, "in place": in_place, "one by one": one_by_one,
     "one matrix": one_matrix, "diagonal": diagonal, "side by side": side_by_side,
-    "sample by sample": sample_by_sample}  # fmt: skip
+    "sample by sample": sample_by_sample, "filled": filled}  # fmt: skip
 ARRAYS = {"v": (3, 4, 5), "b": (3, 4), "w": (3, 2, 4), "c": (3, 2)}
 TANH = of_members(lambda: nn.Sequential(L(5, 4), nn.Tanh(), L(4, 2)))
 RELU = of_members(lambda: nn.Sequential(L(5, 4), nn.ReLU(), L(4, 2)))

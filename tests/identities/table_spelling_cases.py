@@ -306,6 +306,14 @@ GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "unfold": lambda h, w: (w.view(2, 2, 4) @ F.unfold(h[:, :, None], (1, 2), stride=(1, 2)).unflatten(1, (2, 4)))
         .flatten(1, 2),
 }  # fmt: skip
+# Two kernels for each channel.
+MULTIPLIED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "groups": lambda h, w: F.conv1d(h, w, groups=2),
+    "loop": lambda h, w: torch.cat([F.conv1d(h[:, i : i + 1], w[2 * i : 2 * i + 2]) for i in range(2)], 1),
+    "windows": lambda h, w: torch.einsum("nclk,cmk->ncml", h.unfold(2, 2, 1), w.view(2, 2, 2)).flatten(1, 2),
+    "products": lambda h, w: (h.unfold(2, 2, 1)[:, :, None] * w.view(2, 2, 1, 2)).sum(-1).flatten(1, 2),
+    "image": lambda h, w: F.conv2d(h[:, :, None], w[:, :, None], groups=2)[:, :, 0],
+}
 # Six heads of queries that read three of keys and values.
 SCALE = 2**-0.5
 
@@ -424,6 +432,9 @@ TABLES: dict[str, Function] = {
     "channels in groups": Function({"a": of(nn.Conv1d, 5, 4, 1, bias=False), "w": parameter(4, 2, 2),
         "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 5), 4,
         each(GROUPS, lambda own: lambda s, x: s.o(F.leaky_relu(own(torch.tanh(s.a(x)), s.w)))), samples=40),
+    "kernels for each channel": Function({"a": of(nn.Conv1d, 5, 2, 1, bias=False), "w": parameter(4, 1, 2),
+        "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 5), 4,
+        each(MULTIPLIED, lambda own: lambda s, x: s.o(F.leaky_relu(own(torch.tanh(s.a(x)), s.w)))), samples=40),
     "queries in groups": Function({name: of(L, 9, size, bias=False) for name, size in zip("qkv", (12, 6, 6),
         strict=True)} | {"o": of(L, 12, 7)}, steps(9, 4), 24, each(QUERIES, lambda own: lambda s, x: s.o(own(
         *(layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))).transpose(1, 2).flatten(2))),

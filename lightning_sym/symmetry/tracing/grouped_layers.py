@@ -52,13 +52,18 @@ def find_grouped_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
         move = met.first - beside.first
         if met.row != beside.row:
             outputs.append((met.row - beside.row, axis))
-            ends = (_met(function, value, kernel, (*centre[:axis], at, *centre[axis + 1 :])) for at in (0, shown[axis] - 1))
-            moves.append(next(ends).first - next(ends).first)
+            first, last = (
+                _met(function, value, kernel, (*centre[:axis], at, *centre[axis + 1 :])) for at in (0, shown[axis] - 1)
+            )
+            moves.append(last.first - first.first)
         elif (own := _only(move)) in spatial:
             seen[own] = int(move[own]), axis
         else:
             batch.append((own, axis))
-    channel = _only(next(move for move in moves if move.any()))
+    moves = [move for move in moves if move.any()]
+    if not moves:
+        raise UnlikeError
+    channel = _only(moves[0])
     groups = value[channel] // kernel[1]
     windows = []
     for own, step, width in zip(spatial, met.steps[1:], kernel[2:], strict=True):

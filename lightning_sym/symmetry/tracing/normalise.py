@@ -16,6 +16,7 @@ Each function has one spelling:
 - extremum: ``amax``, ``amin``, ``maximum``, ``minimum``; ``logsumexp``; by hand ``max``, ``topk`` of one, ``where(a >
   b, a, b)``, global pooling.
 - state of zeros: layers without it; by hand ``cat`` of an input and zeros, sums that begin with zeros.
+- grouped convolution: ``conv2d(x, W, groups=g)``; by hand windows, patches or chunks, and a product for each group.
 - grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
