@@ -78,6 +78,21 @@ def in_groups(s: Any, x: Tensor) -> Tensor:
     return F.conv2d(h, w, c, groups=3).unflatten(1, (3, -1)).transpose(0, 1)
 
 
+def side_by_side(s: Any, x: Tensor) -> Tensor:
+    return torch.cat([m(x) for m in s.m], -1).view(len(x), 3, -1).transpose(0, 1)
+
+
+def sample_by_sample(s: Any, x: Tensor) -> Tensor:
+    return torch.stack([loop(s, own) for own in x], 1)
+
+
+def filled(s: Any, x: Tensor) -> Tensor:
+    y = x.new_zeros(3, len(x), 2)
+    for i, m in enumerate(s.m):
+        y[i] = m(x)
+    return y
+
+
 class Gated(nn.Module):
     """A gated layer with a layer norm."""
 
@@ -110,7 +125,8 @@ def mixture(run: Spelled) -> Spelled:
 
 
 RUNS: dict[str, Spelled] = {"loop": loop, "einsum": einsum, "bmm": bmm, "in place": in_place, "one by one": one_by_one,
-    "one matrix": one_matrix, "diagonal": diagonal}  # fmt: skip
+    "one matrix": one_matrix, "diagonal": diagonal, "side by side": side_by_side,
+    "sample by sample": sample_by_sample, "filled": filled}  # fmt: skip
 ARRAYS = {"v": (3, 4, 5), "b": (3, 4), "w": (3, 2, 4), "c": (3, 2)}
 TANH = of_members(lambda: nn.Sequential(L(5, 4), nn.Tanh(), L(4, 2)))
 RELU = of_members(lambda: nn.Sequential(L(5, 4), nn.ReLU(), L(4, 2)))
@@ -125,6 +141,18 @@ def in_arrays(total: Callable[[Tensor], Tensor]) -> Spelled:
         return total(torch.einsum("mbi,moi->mbo", h, s.w) + s.c[:, None])
 
     return run
+
+
+IN_ARRAYS: dict[str, Spelled] = {
+    "baddbmm": lambda s, x: torch.baddbmm(s.c[:, None], torch.tanh(torch.baddbmm(s.b[:, None], x.expand(3, -1, -1),
+        s.v.mT)), s.w.mT).mean(0),
+    "sums of products": lambda s, x: ((torch.tanh((x[:, None, None] * s.v).sum(-1) + s.b)[:, :, None] * s.w).sum(-1)
+        + s.c).mean(1),
+    "columns": lambda s, x: torch.stack([((s.w @ torch.tanh(s.v @ own + s.b)[..., None]).squeeze(-1) + s.c).mean(0)
+        for own in x]),
+    "rows": lambda s, x: torch.stack([sum(w @ torch.tanh(v @ own + b) + c for v, b, w, c in zip(s.v, s.b, s.w, s.c,
+        strict=True)) / 3 for own in x]),
+}  # fmt: skip
 
 
 # sigma of a spectral norm, from the vectors of a power iteration: any multiple of the matrix gives the same layer.
@@ -174,5 +202,5 @@ MEMBERS: dict[str, Function] = {
         each({"loop": loop, "groups": in_groups}, mean), samples=40),
     "members in arrays": Function({name: lambda sizes=sizes: nn.Parameter(torch.randn(sizes))
         for name, sizes in ARRAYS.items()}, vectors, 4, each({"sum": lambda y: y.sum(0) / 3,
-        "mean": lambda y: y.mean(0), "chain": lambda y: (y[0] + y[1] + y[2]) / 3}, in_arrays), samples=120),
+        "mean": lambda y: y.mean(0), "chain": lambda y: (y[0] + y[1] + y[2]) / 3}, in_arrays) | IN_ARRAYS, samples=120),
 }  # fmt: skip

@@ -130,6 +130,8 @@ BATCH_NORM: dict[str, Callable[..., Tensor]] = {
     "mean last": lambda h, m, v, g, b: h * (g / (v + 1e-5).sqrt()) - m * (g / (v + 1e-5).sqrt()) + b,
     "negative": lambda h, m, v, g, b: b - (m - h) * g * (v + 1e-5) ** -0.5,
     "instance_norm": lambda h, m, v, g, b: F.instance_norm(h.mT, m, v, g, b, use_input_stats=False).mT,
+    "unit by unit": lambda h, *states: torch.stack([(own - m) / (v + 1e-5).sqrt() * g + b for own, m, v, g, b in zip(
+        h.unbind(-1), *(state.unbind() for state in states), strict=True)], -1),
     "depthwise": lambda h, m, v, g, b: F.conv1d(((h - m) / (v + 1e-5).sqrt()).mT, g[:, None, None], b, groups=6).mT,
 }  # fmt: skip
 

@@ -293,6 +293,43 @@ DIRECTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "norm": lambda s, x: F.linear(x, s.m[:, None] * (v := s.w + s.b @ s.a) / v.norm(dim=1, keepdim=True)),
     "normalize": lambda s, x: s.m * F.linear(x, F.normalize(s.w + s.b @ s.a)),
 }
+# Channels that are read in two groups, by kernels of width 2.
+GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "groups": lambda h, w: F.conv1d(h, w, stride=2, groups=2),
+    "chunks": lambda h, w: torch.cat([F.conv1d(h[:, 2 * i : 2 * i + 2], w[2 * i : 2 * i + 2], stride=2)
+        for i in range(2)], 1),
+    "image": lambda h, w: F.conv2d(h[..., None], w[..., None], stride=(2, 1), groups=2)[..., 0],
+    "windows": lambda h, w: torch.einsum("ngclk,gock->ngol", h.unfold(2, 2, 2).unflatten(1, (2, 2)),
+        w.view(2, 2, 2, 2)).flatten(1, 2),
+    "patches": lambda h, w: torch.einsum("ngclk,gock->ngol", h.unflatten(1, (2, 2)).unflatten(-1, (-1, 2)),
+        w.view(2, 2, 2, 2)).flatten(1, 2),
+    "unfold": lambda h, w: (w.view(2, 2, 4) @ F.unfold(h[:, :, None], (1, 2), stride=(1, 2)).unflatten(1, (2, 4)))
+        .flatten(1, 2),
+}  # fmt: skip
+# Two kernels for each channel.
+MULTIPLIED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "groups": lambda h, w: F.conv1d(h, w, groups=2),
+    "loop": lambda h, w: torch.cat([F.conv1d(h[:, i : i + 1], w[2 * i : 2 * i + 2]) for i in range(2)], 1),
+    "windows": lambda h, w: torch.einsum("nclk,cmk->ncml", h.unfold(2, 2, 1), w.view(2, 2, 2)).flatten(1, 2),
+    "products": lambda h, w: (h.unfold(2, 2, 1)[:, :, None] * w.view(2, 2, 1, 2)).sum(-1).flatten(1, 2),
+    "image": lambda h, w: F.conv2d(h[:, :, None], w[:, :, None], groups=2)[:, :, 0],
+}
+# Six heads of queries that read three of keys and values.
+SCALE = 2**-0.5
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * SCALE).softmax(-1) @ v
+
+
+QUERIES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "repeated": lambda q, k, v: attend(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)),
+    "chunks": lambda *own: torch.cat([*map(attend, *(part.chunk(3, 1) for part in own))], 1),
+    "slices": lambda q, k, v: torch.cat([F.scaled_dot_product_attention(q[:, 2 * i : 2 * i + 2],
+        *(part[:, i : i + 1].expand(-1, 2, -1, -1) for part in (k, v))) for i in range(3)], 1),
+    "loops": lambda q, k, v: torch.cat([torch.stack([attend(q[:, 2 * i + j], k[:, i], v[:, i]) for j in range(2)], 1)
+        for i in range(3)], 1),
+}  # fmt: skip
 # Layers that read the same values, with a batch norm each: one of them takes off all changes of the others.
 ADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "sums": lambda s, x: s.n(s.c(x)) + s.p(s.d(x)) + s.q(x),
@@ -392,6 +429,16 @@ TABLES: dict[str, Function] = {
         "o": of(nn.Conv2d, 5, 2, 1)}, lambda samples: (torch.randn(samples, 4, 4, 4, dtype=torch.float64),), 3,
         each(BESIDE_SHUFFLED, lambda own: lambda s, x: (lambda h: own(s.o, h, torch.tanh(F.pixel_shuffle(s.u(h), 2))))(
             torch.relu(s.e(x)))), samples=20),
+    "channels in groups": Function({"a": of(nn.Conv1d, 5, 4, 1, bias=False), "w": parameter(4, 2, 2),
+        "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 5), 4,
+        each(GROUPS, lambda own: lambda s, x: s.o(F.leaky_relu(own(torch.tanh(s.a(x)), s.w)))), samples=40),
+    "kernels for each channel": Function({"a": of(nn.Conv1d, 5, 2, 1, bias=False), "w": parameter(4, 1, 2),
+        "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 5), 4,
+        each(MULTIPLIED, lambda own: lambda s, x: s.o(F.leaky_relu(own(torch.tanh(s.a(x)), s.w)))), samples=40),
+    "queries in groups": Function({name: of(L, 9, size, bias=False) for name, size in zip("qkv", (12, 6, 6),
+        strict=True)} | {"o": of(L, 12, 7)}, steps(9, 4), 24, each(QUERIES, lambda own: lambda s, x: s.o(own(
+        *(layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))).transpose(1, 2).flatten(2))),
+        samples=60),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

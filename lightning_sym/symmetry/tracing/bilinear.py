@@ -20,7 +20,7 @@ from lightning_sym.symmetry.tracing.contractions import (
     shown,
     without,
 )
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, reduced
+from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved, reduced
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
 
@@ -88,6 +88,83 @@ def _factors(
     return [(value, letters)]
 
 
+def summed_members(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the sum or mean of products with each matrix of several (heads, experts) as one product with all.
+
+    Weights may be added to the products.
+    """
+    value: Any = node.args[0]
+    axes = reduced(node, len(r.shape(value)))
+    if len(r.shape(node)) == len(r.shape(value)) or node.kwargs:
+        return None
+    total = _sum_of_members(r, value, node, axes)
+    if total is None or r.name(node) == "sum":
+        return total
+    return r.insert(aten.div.Tensor, total, math.prod(r.shape(value)[axis] for axis in axes))
+
+
+def _sum_of_members(r: Rewriter, value: fx.Node, reader: fx.Node, gone: set[int]) -> fx.Node | None:
+    """Return the sum of a value along axes as one product, plus weights; None for values of other kinds."""
+    if not r.only_for(value, reader):
+        return None
+    if r.name(value) == "add" and not value.kwargs:
+        return _sum_of_terms(r, value, gone)
+    rest = [axis for axis in range(len(r.shape(value))) if axis not in gone]
+    if (own := _moved_axes(r, value)) is not None:
+        source: Any = value.args[0]
+        before = {at for axis in gone if (at := own[axis]) is not None}
+        total = _sum_of_members(r, source, value, before) if before else None
+        if total is None:
+            return None
+        left = [axis for axis in range(len(r.shape(source))) if axis not in before]
+        order = [left.index(at) for axis in rest if (at := own[axis]) is not None]
+        order += [at for at in range(len(left)) if at not in order]  # of size 1
+        return reshaped(r, permuted(r, total, order), [r.shape(value)[axis] for axis in rest])
+    equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None
+    if equation is None:
+        return None
+    one, two, out = letters_of(equation)
+    factors: Any = value.args[1] if r.name(value) == "einsum" else value.args[:2]
+    sizes, others = (
+        dict(zip(letters, r.shape(part), strict=True)) for letters, part in zip((one, two), factors, strict=True)
+    )
+    if {r.made_of(part) for part in factors} != {"inputs", "weights"}:
+        return None
+    if any(sizes.get(out[axis]) != others.get(out[axis]) for axis in gone):
+        return None
+    kept_letters = "".join(out[axis] for axis in rest)
+    return r.insert(aten.einsum.default, f"{one},{two}->{kept_letters}", list(factors))
+
+
+def _sum_of_terms(r: Rewriter, value: fx.Node, gone: set[int]) -> fx.Node | None:
+    """Return the sum of a product and weights along axes."""
+    terms: Any = value.args[:2]
+    for product, weights in (terms, terms[::-1]):
+        if r.made_of(weights) == "weights" and r.shape(product) == r.shape(value):
+            sizes = (1,) * (len(r.shape(value)) - len(r.shape(weights))) + r.shape(weights)
+            whole = all(sizes[axis] == r.shape(value)[axis] for axis in gone)
+            total = _sum_of_members(r, product, value, gone) if whole else None
+            if total is None:
+                return None
+            added = r.insert(aten.sum.dim_IntList, reshaped(r, weights, sizes), [*gone])
+            return r.insert(aten.add.Tensor, total, added)
+    return None
+
+
+def _moved_axes(r: Rewriter, node: fx.Node) -> list[int | None] | None:
+    """Return the axis of the source for each axis of a permuted value, None for new ones of size 1; else None."""
+    if r.name(node) not in operations(Trait.PERMUTE | Trait.REGROUP) | {"select"}:
+        return None
+    before, after = r.shape(node.args[0]), r.shape(node)
+    if r.name(node) in operations(Trait.PERMUTE):
+        numbered = moved(node, torch.empty([2 + axis for axis in range(len(before))], device="meta"))
+        return None if numbered is None else [size - 2 for size in numbered.shape]
+    wide = [axis for axis, size in enumerate(before) if size > 1]
+    if [before[axis] for axis in wide] != [size for size in after if size > 1]:
+        return None
+    return [wide.pop(0) if size > 1 else None for size in after]
+
+
 def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite the sum of an elementwise product if one factor is constant along some axis."""
     product: Any = node.args[0]
@@ -143,7 +220,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     out = "".join(letter for letter in letters if letter not in summed)
     result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
-    if result is None and made == {"inputs"} and one != two:
+    if result is None and one != two:
         result = r.insert(aten.einsum.default, f"{terms[0]},{terms[1]}->{out}", parts)
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))

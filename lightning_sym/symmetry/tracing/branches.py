@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, source_of
+from lightning_sym.symmetry.tracing.contractions import VIEWS, reshaped, sources_of
 from lightning_sym.symmetry.tracing.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.rewriting import Rewriter
@@ -21,7 +21,7 @@ _ELEMENTWISE = {"neg", "where", "masked_fill", "mT", "eq", "ne", "logical_not"} 
 )
 _SUMS = {"sum", "mean", "amax", "amin", "var", "std"}
 # The number of axis arguments that follow the value.
-_AXES = {"transpose": 2, "flatten": 2, "select": 1, "slice": 1, "unsqueeze": 1, "squeeze": 1, "unflatten": 1}
+_AXES = {"transpose": 2, "select": 1, "slice": 1}
 _AXES |= dict.fromkeys(("softmax", "log_softmax", *_SUMS), 1)
 # Without one of these, merging the branches has no benefit.
 _CONVOLUTIONS = {name for name in operations(Trait.CONVOLVE) if "transpose" not in name}
@@ -223,21 +223,22 @@ class _Branches:
         memories = [memories_of(node) for node in nodes]
         if any(memory != memories[0] for memory in memories):
             return None
-        source = source_of(self.r, nodes[0])
-        held = None if source is None else source.meta["val"]
-        if source is None or held is None or not 0 < held.numel() <= _LARGE or held.dtype != values[0].dtype:
-            return None
-        wanted, own = torch.stack([numbers_of(value) for value in values]), numbers_of(held)
-        for axis, size in enumerate(held.shape):
-            for cut in _cuts(axis, size, len(nodes)):
-                result: Any = source
-                moved = own
-                for target, args in cut:
-                    moved = target(moved, *args)
-                if moved.shape == wanted.shape and torch.equal(moved, wanted):
+        wanted = torch.stack([numbers_of(value) for value in values])
+        for source in sources_of(self.r, nodes[0]):
+            held = source.meta["val"]
+            if not 0 < held.numel() <= _LARGE or held.dtype != values[0].dtype:
+                return None
+            own = numbers_of(held)
+            for axis, size in enumerate(held.shape):
+                for cut in _cuts(axis, size, len(nodes)):
+                    result: Any = source
+                    moved = own
                     for target, args in cut:
-                        result = self.r.insert(target, result, *args)
-                    return _Lifted(result, True)
+                        moved = target(moved, *args)
+                    if moved.shape == wanted.shape and torch.equal(moved, wanted):
+                        for target, args in cut:
+                            result = self.r.insert(target, result, *args)
+                        return _Lifted(result, True)
         return None
 
     def _repeated(self, nodes: Sequence[fx.Node]) -> _Lifted | None:
@@ -290,11 +291,14 @@ class _Branches:
             return None
         lifted = self._expert(first, args) if name == "linear" else None
         lifted = self._convolution(first, args) if name in _CONVOLUTIONS else lifted or _lifted(r, first, name, args)
+        count = next(r.shape(arg.node)[0] for arg in args if arg.along)
+        lifted = lifted if r.shape(lifted) == (count, *r.shape(first)) else None
         if lifted is not None and name == "mul" and {r.made_of(arg.node) for arg in args if arg.along} == _MIXED:
             self.experts.add(lifted)  # the weights of experts, times their shares
         if lifted is not None and any(arg.node in self.experts for arg in args if isinstance(arg.node, fx.Node)):
             self.experts.add(lifted)
-        self.mixes = self.mixes or (lifted is not None and name in _TOGETHER)
+        weighted = any(arg.along and r.made_of(arg.node) == "weights" for arg in args)
+        self.mixes = self.mixes or (lifted is not None and (name in _TOGETHER or weighted))
         return None if lifted is None else _Lifted(lifted, True)
 
     def _convolution(self, node: fx.Node, args: list[_Lifted]) -> fx.Node | None:
@@ -342,7 +346,11 @@ class _Branches:
         turned = r.insert(aten.permute.default, weight.node, [0, 2, 1])
         count, *sizes = r.shape(turned)
         turned = reshaped(r, turned, [count, *[1] * (rank - 2), *sizes])
-        result = r.insert(aten.matmul.default, value.node, turned)
+        if rank == 1 and value.along:  # a row for each branch
+            row = r.insert(aten.unsqueeze.default, value.node, -2)
+            result = r.insert(aten.squeeze.dim, r.insert(aten.matmul.default, row, turned), -2)
+        else:
+            result = r.insert(aten.matmul.default, value.node, turned)
         if bias and bias[0].node is not None:
             result = r.insert(aten.add.Tensor, result, _wide(r, bias[0], rank) if bias[0].along else bias[0].node)
         self.experts.add(result)
@@ -378,12 +386,11 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     """Return an operation with a new first axis for the branches; None if it cannot be extended."""
     value, rest = args[0], [arg.node for arg in args[1:]]
     rank = len(r.shape(node))
-    if name in _ELEMENTWISE | {"matmul"}:
+    if name == "matmul":
+        return _product(r, node, args)
+    if name in _ELEMENTWISE:
         # Broadcasting aligns the last axes, so the new axis must be first everywhere.
-        own = [_wide(r, arg, rank) if arg.along else arg.node for arg in args]
-        if name == "matmul":  # units that branches share need this axis as well
-            own = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in own]
-        return r.insert(node.target, *own, **node.kwargs)
+        return r.insert(node.target, *(_wide(r, arg, rank) if arg.along else arg.node for arg in args), **node.kwargs)
     if name in ("batch_norm", "cudnn_batch_norm"):
         return _batch_norm(r, node, args)
     if not value.along or any(arg.along for arg in args[1:] if name not in ("layer_norm", "rms_norm")):
@@ -396,16 +403,35 @@ def _lifted(r: Rewriter, node: fx.Node, name: str, args: list[_Lifted]) -> fx.No
     if (count := _AXES.get(name)) is not None:
         if len(rest) < count:
             return None
-        wide = before + (name == "unsqueeze")
-        axes = [_after_first(axis, wide) for axis in rest[:count]]
+        axes = [_after_first(axis, before) for axis in rest[:count]]
         return None if None in axes else r.insert(node.target, value.node, *axes, *rest[count:], **node.kwargs)
     if name == "permute":
         return r.insert(node.target, value.node, [0, *(axis % before + 1 for axis in rest[0])])
     if name in operations(Trait.REGROUP):
         return r.insert(aten.reshape.default, value.node, [r.shape(value.node)[0], *r.shape(node)])
+    if name in operations(Trait.EXPAND):
+        wide = _wide(r, value, rank)
+        return r.insert(aten.expand.default, wide, [r.shape(wide)[0], *r.shape(node)])
     if name == "linear":
         return r.insert(node.target, value.node, *rest, **node.kwargs)
     return _norm(r, node, name, args) if name in ("layer_norm", "rms_norm") else None
+
+
+def _product(r: Rewriter, node: fx.Node, args: list[_Lifted]) -> fx.Node:
+    """Return a product of matrices for each branch; vectors are rows or columns."""
+    vectors = [at for at, given in enumerate(node.args[:2]) if len(r.shape(given)) == 1]
+    rank = len(r.shape(node)) + len(vectors)
+    own = [
+        arg._replace(node=r.insert(aten.unsqueeze.default, arg.node, at - 2)) if at in vectors else arg
+        for at, arg in enumerate(args[:2])
+    ]
+    factors = [_wide(r, arg, rank) if arg.along else arg.node for arg in own]
+    # Units that branches share need the first axis as well.
+    factors = [r.insert(aten.unsqueeze.default, part, 0) if len(r.shape(part)) == rank else part for part in factors]
+    result: fx.Node = r.insert(node.target, *factors)
+    for at in vectors:
+        result = r.insert(aten.squeeze.dim, result, at - 2)
+    return result
 
 
 def _after_first(axis: Any, rank: int) -> Any:

@@ -9,6 +9,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -315,7 +316,7 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
     args: Any = node.args
     first, second = args[:2]
     made = {r.made_of(first), r.made_of(second)}
-    rewritten = _with_diagonal(r, first, second)
+    rewritten = _with_diagonal(r, first, second) or _unexpanded(r, node)
     if rewritten is not None:
         return rewritten
     equation = equation_of(node)
@@ -327,11 +328,24 @@ def matmul(r: Rewriter, node: fx.Node) -> fx.Node | None:
         and (rewritten := _associated(r, node, first, second) or before_sum(r, first, second)) is not None
     ):
         return rewritten
-    elif made == {"inputs"} and r.shape(second)[-1:] == (1,) and 1 < len(r.shape(first)) == len(r.shape(second)):
-        rewritten = _as_row(r, first, second)
+    if rewritten is None and "inputs" in made and r.shape(second)[-1:] == (1,):
+        rewritten = _as_row(r, first, second) if 1 < len(r.shape(first)) == len(r.shape(second)) else None
     if rewritten is None and r.name(node) != "matmul":
         return r.insert(aten.matmul.default, first, second)
     return rewritten
+
+
+def _unexpanded(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite the product of an expanded value (an input for all members) as one that is broadcast."""
+    factors: list[Any] = list(node.args[:2])
+    for at, value in enumerate(factors):
+        if r.name(value) not in operations(Trait.EXPAND) or len(r.shape(value.args[0])) < 2:
+            continue
+        own = [*factors[:at], value.args[0], *factors[at + 1 :]]
+        batch = np.broadcast_shapes(*(r.shape(factor)[:-2] for factor in own))
+        if r.shape(value)[-2:] == r.shape(value.args[0])[-2:] and batch == r.shape(node)[:-2]:
+            return r.insert(aten.matmul.default, *own)
+    return None
 
 
 def split_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -471,55 +485,6 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return rewritten
 
 
-def summed_members(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the sum or mean of products with each matrix of several (heads, experts) as one product with all.
-
-    Weights may be added to the products.
-    """
-    value, axes = node.args[0], reduced(node, len(r.shape(node.args[0])))
-    if len(r.shape(node)) == len(r.shape(value)) or node.kwargs:
-        return None
-    total = _summed_members(r, value, node, axes)
-    if total is None or r.name(node) == "sum":
-        return total
-    return r.insert(aten.div.Tensor, total, math.prod(r.shape(value)[axis] for axis in axes))
-
-
-def _summed_members(r: Rewriter, value: Any, reader: fx.Node, gone: set[int]) -> fx.Node | None:
-    """Return the sum of a value along axes as one product, plus weights; None for values of other kinds."""
-    order = list(range(len(r.shape(value))))
-    if not r.only_for(value, reader):
-        return None
-    if r.name(value) == "add" and not value.kwargs:
-        for product, weights in (value.args[:2], value.args[1::-1]):
-            if r.made_of(weights) == "weights" and r.shape(product) == r.shape(value):
-                sizes = (1,) * (len(order) - len(r.shape(weights))) + r.shape(weights)
-                whole = all(sizes[axis] == r.shape(value)[axis] for axis in gone)
-                total = _summed_members(r, product, value, gone) if whole else None
-                added = total is not None and r.insert(aten.sum.dim_IntList, reshaped(r, weights, sizes), [*gone])
-                return r.insert(aten.add.Tensor, total, added) if total is not None else None
-        return None
-    while r.name(value) in ("permute", "transpose") and isinstance(value, fx.Node) and r.only_for(value.args[0], value):
-        moved: Any = value.target
-        axes = moved(torch.empty([2 + axis for axis in range(len(order))], device="meta"), *value.args[1:]).shape
-        order, value = [axes[axis] - 2 for axis in order], value.args[0]
-    equation = equation_of(value) if r.name(value) in ("matmul", "einsum") else None
-    if equation is None or not isinstance(value, fx.Node):
-        return None
-    one, two, out = letters_of(equation)
-    factors: Any = value.args[1] if r.name(value) == "einsum" else value.args[:2]
-    own, other = (
-        dict(zip(letters, r.shape(part), strict=True)) for letters, part in zip((one, two), factors, strict=True)
-    )
-    summed = [out[order[axis]] for axis in gone]
-    if {r.made_of(part) for part in factors} != {"inputs", "weights"}:
-        return None
-    if any(own.get(letter) != other.get(letter) for letter in summed):
-        return None
-    kept = "".join(out[axis] for at, axis in enumerate(order) if at not in gone)
-    return r.insert(aten.einsum.default, f"{one},{two}->{kept}", list(factors))
-
-
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite convolutions of width 1 with a matrix that received further axes."""
     value, weight, bias, stride, padding, _, groups = (
@@ -551,14 +516,13 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
 # Parts of values.
 
 
-def source_of(r: Rewriter, part: fx.Node) -> fx.Node | None:
-    """Return the value that contains another one as a part of its memory, also through a list of parts."""
-    source, *_ = shown(r, part)
-    while (whole := _taken_apart(r, source)) is not None:
-        source, *_ = shown(r, whole)
-    held = source.meta.get("val")
-    whole_too = isinstance(held, Tensor) and memories_of(source) == memories_of(part)
-    return source if whole_too else None
+def sources_of(r: Rewriter, part: fx.Node) -> list[fx.Node]:
+    """Return the values that contain another one as a part of their memory, also through lists; the whole is first."""
+    views = shown(r, part)
+    while (whole := _taken_apart(r, views[0])) is not None:
+        views = [*shown(r, whole), *views]
+    held = views[0].meta.get("val")
+    return views if isinstance(held, Tensor) and memories_of(views[0]) == memories_of(part) else []
 
 
 def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
@@ -571,8 +535,9 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     if sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
-    if (source := source_of(r, parts[0])) is None:
+    if not (sources := sources_of(r, parts[0])):
         return None
+    source = sources[0]
     held: Tensor = source.meta["val"]
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
     if held.dtype != parts[0].meta["val"].dtype or held.numel() != numbers.numel() or not numbers.numel():

@@ -28,6 +28,11 @@ class _Part(NamedTuple):
     is_single: bool
 
 
+def join_writes(r: Rewriter) -> None:
+    """Rewrite memory that modules fill part by part, so that equal modules are found."""
+    r.rewrite(dict.fromkeys(WRITES, joined_writes))
+
+
 def joined_writes(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite a value that writes fill completely, each element once, as the concatenation of the written values.
 

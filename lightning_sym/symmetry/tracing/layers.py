@@ -77,6 +77,7 @@ class Layer:
         result: The parts of the result's axes in the layer's order, as (axis, position within the axis).
         sizes: The sizes of these parts.
         factor: A number that multiplies the layer.
+        groups: The number of groups of channels.
     """
 
     shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -89,6 +90,7 @@ class Layer:
     result: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
     factor: float
+    groups: int = 1
 
     def adds(self, added: Tensor, bias: Tensor) -> bool:
         """Whether an offset of the result is a bias: one number per output unit.
@@ -143,14 +145,14 @@ class Layer:
         weight = _permuted(insert, weight, self.order)
         parts = [self.split[axis] for axis in self.order]
         outputs = math.prod(parts[: self.outputs])
-        kernel = [outputs, count, *(window.width for window in self.windows)]
+        kernel = [outputs, count // self.groups, *(window.width for window in self.windows)]
         weight = _reshaped(insert, weight, parts, kernel)
         if flips := [at + 2 for at, window in enumerate(self.windows) if window.flipped]:
             weight = insert(aten.flip.default, weight, flips)
         if self.windows:
             convolution = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[len(self.windows) - 1]
             moves = [[window.stride for window in self.windows], padding, [window.dilation for window in self.windows]]
-            value = insert(convolution, value, weight, bias, *moves)
+            value = insert(convolution, value, weight, bias, *moves, *[self.groups] * (self.groups > 1))
             made = [wide[0], outputs, *(window.count for window in self.windows)]
         else:
             value = insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))

@@ -15,7 +15,9 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.contractions import permuted, reshaped
 from lightning_sym.symmetry.tracing.einsums import find_contraction, find_sum
-from lightning_sym.symmetry.tracing.layers import Layer, find_layer
+from lightning_sym.symmetry.tracing.grouped_layers import find_grouped_layer
+from lightning_sym.symmetry.tracing.layers import Bilinear, Layer, find_layer
+from lightning_sym.symmetry.tracing.nodes import equation_of, letters_of
 from lightning_sym.symmetry.tracing.operations import Trait, operations
 from lightning_sym.symmetry.tracing.planes import Planes, find_planes
 from lightning_sym.symmetry.tracing.rewriting import NoSpellingError, Rewriter
@@ -113,7 +115,7 @@ class _Respeller:
             if self.named or not self._is_written_out(region) or self.failures.get(start, 0) >= _MOST_FAILURES:
                 continue
             cuts = sum(name in _CUTS | _WINDOWS for name in region.names)
-            if best is not None and cuts == most:
+            if best is not None and cuts == most and best[1].groups == 1:
                 continue
             if (found := self._on_numbers(self._layer, region)) is not None:
                 best, most = (start, *found), cuts
@@ -200,7 +202,8 @@ class _Respeller:
         convolved = [at for at in products if names[at] in operations(Trait.CONVOLVE)]
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
-        return len(products) > 1 or cut or packed or not _WINDOWS.isdisjoint(names)
+        in_groups = any(_has_groups(self.rewriter, region.steps[at]) for at in products) and bool(region.of_weights)
+        return len(products) > 1 or cut or packed or in_groups or not _WINDOWS.isdisjoint(names)
 
     def _on_numbers(self, find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
         """Return the result of a search that runs a region on numbers; None if it cannot run, or adds a constant."""
@@ -224,7 +227,7 @@ class _Respeller:
             return None
         made = self._function(region)
         rest = {bias: torch.zeros(self.rewriter.shape(bias), dtype=torch.float64) for bias in biases}
-        layer = find_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
+        layer = _any_layer(lambda x, w: made({start: x, weight: w, **rest}), *shapes)
         if not biases:
             return layer, weight, None
         numbers = torch.arange(1, len(rest[biases[0]]) + 1, dtype=torch.float64)
@@ -337,6 +340,28 @@ class _Respeller:
             return permuted(self.rewriter, value, [order.index(axis) for axis in range(len(shape))])
 
         return put
+
+
+def _has_groups(r: Rewriter, product: fx.Node) -> bool:
+    """Whether both factors of a product, and the result, have an axis in common."""
+    equation = equation_of(product) if product.args else None
+    if equation is None:
+        return False
+    one, two, out = letters_of(equation)
+    factors: Any = product.args[1] if r.name(product) == "einsum" else product.args[:2]
+    wide = [
+        {letter for letter, size in zip(letters, r.shape(part), strict=True) if size > 1}
+        for letters, part in zip((one, two), factors, strict=True)
+    ]
+    return not wide[0].isdisjoint(wide[1] & {*out})
+
+
+def _any_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
+    """Return the layer that a function computes, perhaps in groups."""
+    try:
+        return find_layer(function, *shapes)
+    except NOT_ON_NUMBERS:
+        return find_grouped_layer(function, *shapes)
 
 
 def _is_real(node: fx.Node) -> bool:

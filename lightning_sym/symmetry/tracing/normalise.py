@@ -16,6 +16,7 @@ Each function has one spelling:
 - extremum: ``amax``, ``amin``, ``maximum``, ``minimum``; ``logsumexp``; by hand ``max``, ``topk`` of one, ``where(a >
   b, a, b)``, global pooling.
 - state of zeros: layers without it; by hand ``cat`` of an input and zeros, sums that begin with zeros.
+- grouped convolution: ``conv2d(x, W, groups=g)``; by hand windows, patches or chunks, and a product for each group.
 - grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
@@ -59,6 +60,7 @@ from lightning_sym.symmetry.tracing.bilinear import (
     number_of_weights,
     outer_product,
     product_of_vectors,
+    summed_members,
     summed_product,
 )
 from lightning_sym.symmetry.tracing.branches import added_branches, together
@@ -83,7 +85,6 @@ from lightning_sym.symmetry.tracing.contractions import (
     shown,
     split_product,
     stored,
-    summed_members,
 )
 from lightning_sym.symmetry.tracing.cutting import cut_results
 from lightning_sym.symmetry.tracing.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
@@ -135,7 +136,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     _spell(rewriter)
     if decompose_unknown(rewriter, _REWRITES):
         _spell(rewriter)
-    for respell in (spread_edges, respell_layers, recognise_batch_norms, cut_results, spell_heads):
+    for respell in (spread_edges, respell_layers, _group_parts, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
     read_beside_inputs(rewriter)
@@ -413,7 +414,7 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite layers with a computed bias."""
     bias, name = argument(node, 2, "bias"), r.name(node)
     is_plain = name.startswith("conv") and "transpose" not in name
-    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, grouped, taken_apart) * is_plain
+    of_convolutions = (bilinear_row, narrow_convolution, scaled_weight, _grouped, taken_apart) * is_plain
     of_layers = (_of_zeros, rows_of_indicators, outer_product, taken_apart, bilinear_row)
     for rewrite in of_layers if name == "linear" else of_convolutions:
         if (rewritten := rewrite(r, node)) is not None:
@@ -427,6 +428,19 @@ def _layer(r: Rewriter, node: fx.Node) -> fx.Node | None:
         count = 0 if name == "linear" else int(name.removesuffix("d")[-1])
         return with_parts(r, layer, bias, [*r.shape(bias), *[1] * count])
     return scaled_weight(r, node) if is_plain or name == "linear" else None
+
+
+def _grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite grouped convolutions with computed weights; parts of parameters may turn out to be kernels first."""
+    weight = node.args[1]
+    while r.name(weight) in operations(Trait.MOVE) | {"getitem"}:
+        weight = weight.args[0]  # type: ignore[union-attr]
+    return None if weight in r.capture.states else grouped(r, node)
+
+
+def _group_parts(r: Rewriter) -> int:
+    """Rewrite grouped convolutions with parts of parameters."""
+    return r.rewrite(dict.fromkeys(operations(Trait.CONVOLVE), grouped))
 
 
 # Moves of elements.
@@ -498,6 +512,11 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return r.insert(source.target, source.args[0], [axis], True)
     if (flat := joined_flat(r, node) or split_product(r, node)) is not None:
         return flat
+    earlier: fx.Node = node
+    while r.name(earlier) in operations(Trait.REGROUP):  # which may copy
+        earlier = earlier.args[0]  # type: ignore[assignment]
+        if r.shape(earlier) == r.shape(node) and earlier.meta["val"].dtype == value.dtype:
+            return earlier
     for before in shown(r, node)[:-1]:
         held = before.meta.get("val")
         if isinstance(held, Tensor) and layout(held) == layout(value):
@@ -533,7 +552,18 @@ def _cat(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return r.insert(aten.repeat_interleave.self_int, r.insert(aten.cat.default, different, axis), times, axis)
     whole = joined(r, parts, axis)
     folds = any(_stacked(r, user) is node for user in node.users)  # it becomes a chain of sums or the like
-    return together(r, node) if whole is None and not folds else whole
+    return (together(r, node) or _cat_of_cats(r, node, axis)) if whole is None and not folds else whole
+
+
+def _cat_of_cats(r: Rewriter, node: fx.Node, axis: int) -> fx.Node | None:
+    """Rewrite nested concatenations along one axis as one (loops in loops)."""
+    flat: list[fx.Node] = []
+    for part in node.args[0]:  # type: ignore[union-attr]
+        inner: Any = part
+        nested = r.name(inner) == "cat" and r.only_for(inner, node)
+        nested = nested and argument(inner, 1, "dim", 0) % len(r.shape(inner)) == axis
+        flat += inner.args[0] if nested else [inner]
+    return r.insert(aten.cat.default, flat, axis) if len(flat) > len(node.args[0]) else None  # type: ignore[arg-type]
 
 
 def _repeat(r: Rewriter, node: fx.Node) -> fx.Node | None:

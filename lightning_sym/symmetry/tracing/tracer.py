@@ -10,6 +10,8 @@ from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import Capture, capture
 from lightning_sym.symmetry.tracing.charts import split_exponentials
 from lightning_sym.symmetry.tracing.expansion import expand
+from lightning_sym.symmetry.tracing.filling import join_writes
+from lightning_sym.symmetry.tracing.functional import functional
 from lightning_sym.symmetry.tracing.made_weights import shape_layers
 from lightning_sym.symmetry.tracing.members import take_apart
 from lightning_sym.symmetry.tracing.normalise import normalise
@@ -53,6 +55,7 @@ class Tracer:
                 node.meta["kept"] = self._kept[name]
         expand(captured)
         take_apart(captured)
+        join_writes(Rewriter(functional(captured), own_operations()))
         if self.alike is None:
             self.alike = [own.roles for own in alike(captured)]
         stack(captured, self.stacked)
