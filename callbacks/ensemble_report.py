@@ -1,6 +1,5 @@
 """The members of a zoo, or the points of curves between them, as ensembles."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_sym.networks.batch_norm import EqualBatches
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.zoo import ModelZoo
 
 _OF_ZOOS = ("network",)
@@ -140,7 +140,7 @@ class EnsembleReport(RunReport):
 
 def _along(curve: Curve, network: nn.Module, points: int, where: dict[str, Any]) -> Iterator[nn.Module]:
     """Yield one network with the weights of each point in turn."""
-    scratch = copy.deepcopy(network).to(**where)
+    scratch = copied(network).to(**where)
     write = curve.writer(scratch)
     for place in torch.linspace(0, 1, points, dtype=torch.float64).tolist():
         write(place)
@@ -150,6 +150,6 @@ def _along(curve: Curve, network: nn.Module, points: int, where: dict[str, Any])
 def _with_states(network: nn.Module, states: Any, where: dict[str, Any]) -> Iterator[nn.Module]:
     """Yield one network with each state in turn."""
     for state in states:
-        scratch = copy.deepcopy(network).to(**where)
+        scratch = copied(network).to(**where)
         scratch.load_state_dict(state)
         yield scratch

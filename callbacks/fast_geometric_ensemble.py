@@ -1,6 +1,5 @@
 """Fast geometric ensembles: a cyclical learning rate, with a snapshot of the weights at each minimum."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from lightning_sym.networks.batch_norm import EqualBatches, batch_norms, recalib
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.zoo import rebuild_manifest, versions, write_member
 
 State = dict[str, Tensor]
@@ -294,7 +294,7 @@ class FastGeometricEnsemble(RunReport):
         found: list[nn.Module] = []
         for snapshot in self.snapshots:
             state = snapshot["states"][number]
-            network = copy.deepcopy(task.network if has_members(task) else network_of(self, task, self.network))
+            network = copied(task.network if has_members(task) else network_of(self, task, self.network))
             dtype = next(value.dtype for value in state.values() if value.is_floating_point())
             network.to(trainer.strategy.root_device, dtype).load_state_dict(state)
             found.append(network)

@@ -1,6 +1,5 @@
 """Barriers between the members of a zoo before and after matching: the table and the pictures."""
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from lightning_sym.reports import RunResults
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.report import counted, picked
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED
 from lightning_sym.zoo import rebuild_manifest, write_member
@@ -122,7 +122,7 @@ class MatchingReport(RunReport):
                             recalibration_data=EqualBatches(loaders["train"]),
                         )
                 if self.merge and method != UNMATCHED:
-                    mean = copy.deepcopy(a)
+                    mean = copied(a)
                     losses = split_losses(
                         mean,
                         line(a, matched, mean),

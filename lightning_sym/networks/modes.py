@@ -25,6 +25,35 @@ def evaluating(network: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def attributes_kept(network: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules after the block, including containers."""
+    kept = {module: dict(vars(module)) for module in network.modules()}
+    try:
+        with containers_kept(network):
+            yield
+    finally:
+        for module, attributes in kept.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextmanager
+def containers_kept(network: nn.Module) -> Iterator[None]:
+    """Restore the dictionaries and lists that modules fill during a forward pass (LeViT: biases by resolution)."""
+    caches = [held for module in network.modules() for held in vars(module).values() if type(held) in (dict, list)]
+    before = [held.copy() for held in caches]
+    try:
+        yield
+    finally:
+        for held, content in zip(caches, before, strict=True):
+            held.clear()
+            if isinstance(held, dict):
+                held.update(content)
+            else:
+                held.extend(content)
+
+
 def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Convert floating parameters and buffers to a dtype, in place.
 

@@ -5,7 +5,6 @@ tensor crosses, inside a block two do: the branch and the skip connection. With 
 a symmetry only can be stitched without loss at any cut (:class:`PlantedStitches`).
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.families import stitching_map
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry import ChannelGroup, Element, IntertwinerGroup, Symmetry, Tap, trace_symmetry
+from lightning_sym.symmetry.tracing.capture import copied
 
 Family = str | Callable[[Port], StitchingMap]
 Ports = Literal["all", "branch"]
@@ -141,8 +141,8 @@ class CutNetwork:
         """
         upper = self._cuts.uppers[site]
         shared: dict[int, Any] = {} if own_parameters else {id(p): p for p in upper.parameters()}
-        copied: nn.Module = copy.deepcopy(upper, shared)
-        return copied.requires_grad_(True) if own_parameters else copied
+        found = copied(upper, shared)
+        return found.requires_grad_(True) if own_parameters else found
 
     def crossings(self, site: str) -> tuple[Crossing, ...]:
         """Return the values that cross a cut, the site's activation first, with the symmetry's action on each."""
