@@ -19,7 +19,7 @@ from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.landscape import LossSurface, WeightPlane, weight_tensors, weight_vector
 from lightning_sym.landscape.planes import trainable
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
+from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.reports.report import counted
@@ -109,7 +109,7 @@ class CurveReport(RunReport):
                     loaders,
                     points=self.points,
                     loss=None if task.classifies else task.loss_function,
-                    recalibration_data=EqualBatches(loaders["train"]),
+                    recalibration_data=loaders["train"],
                 )
                 paths.setdefault(path, {})[pair] = MeasuredPath(_on_cpu(curves[path][pair]), along)
                 progress(done + 1, len(jobs) + len(drawn))

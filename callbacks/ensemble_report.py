@@ -14,7 +14,6 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.ensembles import ensemble_scores, log_probabilities
-from lightning_sym.networks.batch_norm import EqualBatches
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
@@ -96,7 +95,7 @@ class EnsembleReport(RunReport):
     def measure(self, trainer: Trainer, task: Any, data: ImageDataModule) -> tuple[list[MeasuredEnsemble], str]:
         """Score all ensembles; call it on every rank."""
         splits = splits_of(trainer, task, self.train_batches)
-        train = EqualBatches(splits.pop("train"))
+        train = splits.pop("train")
         ((split, judged),) = splits.items()
         found: list[MeasuredEnsemble] = []
 

@@ -20,7 +20,7 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import average, barrier
 from lightning_sym.ensembles import Scores, cyclical_learning_rate, ensemble_scores, log_probabilities
 from lightning_sym.landscape import weight_vector
-from lightning_sym.networks.batch_norm import EqualBatches, batch_norms, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
@@ -301,7 +301,7 @@ class FastGeometricEnsemble(RunReport):
         found.append(average(found[1:]))
         for network in found:
             if batch_norms(network):
-                recalibrate_batch_norm(network, EqualBatches(train))
+                recalibrate_batch_norm(network, train)
         return found
 
     def _rows(
@@ -310,8 +310,7 @@ class FastGeometricEnsemble(RunReport):
         """Return distances of a network's snapshots, and the barriers between them."""
         vectors = [weight_vector(network).double() for network in networks]
         lines = [
-            barrier(one, two, train, points=self.points, recalibration_data=EqualBatches(train))
-            for one, two in pairwise(networks)
+            barrier(one, two, train, points=self.points, recalibration_data=train) for one, two in pairwise(networks)
         ]
         return [
             {

@@ -15,7 +15,7 @@ from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.connectivity.interpolation import line, output_change, split_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
+from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.report import counted, picked
@@ -119,7 +119,7 @@ class MatchingReport(RunReport):
                             points=self.points,
                             loss=loss,
                             recalibrate=kind == RECALIBRATED,
-                            recalibration_data=EqualBatches(loaders["train"]),
+                            recalibration_data=loaders["train"],
                         )
                 if self.merge and method != UNMATCHED:
                     mean = copied(a)
@@ -129,7 +129,7 @@ class MatchingReport(RunReport):
                         [0.0, 1.0, 0.5],  # the last one stays
                         {**judges, "test": loaders["test"]},
                         loss=loss,
-                        recalibration_data=EqualBatches(loaders["train"]),
+                        recalibration_data=loaders["train"],
                     )
                     weights = {name: tensor.cpu() for name, tensor in mean.state_dict().items()}
                     means.setdefault(pair, []).append(
