@@ -226,6 +226,15 @@ def test_metrics_of_members_are_those_of_torchmetrics():
     assert torch.equal(found["confusion"], counts / counts.sum(1, keepdim=True).clamp(min=1))
 
 
+def test_networks_may_have_more_outputs_than_the_data_have_classes_but_not_fewer():
+    metric, labels = PopulationClassification(1, 2), torch.tensor([0, 1, 1])
+    metric.update(torch.tensor([0]), torch.eye(4)[[0, 1, 3]][None], labels)
+    assert metric.compute()["confusion"].tolist() == [[1.0, 0.0], [0.0, 0.5]]
+    for outputs, says in ((torch.zeros(1, 3, 1), "has 1 outputs, and the data"), ({}, "the network returns a dict")):
+        with pytest.raises(ValueError, match=says):
+            metric.update(torch.tensor([0]), outputs, labels)
+
+
 # ---- which weights are kept
 
 
