@@ -20,7 +20,7 @@ from lightning_sym.reports.report import ResultTable, RunResults, finite
 from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
 from lightning_sym.symmetry import ChannelGroup, trace_symmetry
 from lightning_sym.symmetry.tracing.capture import copied
-from lightning_sym.weights import check_numbers_alike
+from lightning_sym.weights import check_numbers_alike, listed
 
 State: TypeAlias = Mapping[str, Tensor]
 Pair: TypeAlias = tuple[int, int]
@@ -239,8 +239,8 @@ def _load(network: nn.Module, state: State) -> None:
 
 def _sites(network: nn.Module, sites: Sequence[str] | str) -> list[str]:
     """Return the names of sites of a network; it is not changed."""
+    modules = dict(network.named_modules())
     if not isinstance(sites, str):
-        modules = dict(network.named_modules())
         for site in sites:
             if site not in modules:
                 raise ValueError(unknown("module", site, modules))
@@ -252,9 +252,16 @@ def _sites(network: nn.Module, sites: Sequence[str] | str) -> list[str]:
             found = [site.removeprefix("module.") for site in Network.wrap(copied(network)).sites()]
     except (ValueError, TypeError) as error:
         raise ValueError(f"Name the sites to be compared, as they could not be found: {error}") from error
-    if not found:
-        raise ValueError(f"{architecture_name(network)} has no activation modules; name the sites to be compared.")
-    return found
+    functional = [site for site in found if site.rpartition(".")[2].startswith("functional-")]
+    kept = [site for site in found if site not in functional]
+    if not kept:
+        raise ValueError(
+            f"{architecture_name(network)} has no activation modules; name the sites to be compared, modules such as "
+            f"{listed([name for name, module in modules.items() if name and not len(list(module.children()))])}."
+        )
+    if functional:
+        warnings.warn(f"activations that are no modules are not compared: {listed(functional)}", stacklevel=4)
+    return kept
 
 
 def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:
