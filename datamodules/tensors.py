@@ -187,7 +187,7 @@ class TensorDataModule(InMemoryDataModule):
             raise ValueError(too_large_batch(self._batch_size, 1, len(splits["train"].inputs)))
         self._describe(list(whole.values()))  # a smaller part has the same networks
         if not self.regression:
-            kept, known = (len(part["train"].targets.unique()) for part in (splits, whole))
+            kept, known = (int((part["train"].targets.flatten().bincount() > 0).sum()) for part in (splits, whole))
             if kept < known and (kept == 1 or len(splits["train"].inputs) >= 10 * known):
                 warnings.warn(
                     f"{type(self).__name__}: max_samples {self._max_samples} keeps the first inputs, which are of "

@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
+T = TypeVar("T")
 _STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
@@ -52,6 +54,17 @@ def containers_kept(network: nn.Module) -> Iterator[None]:
                 held.update(content)
             else:
                 held.extend(content)
+
+
+def in_single(values: T) -> T:
+    """Return values with tensors in half precision in single precision; their mean loss would have two digits."""
+
+    def widened(value: Any) -> Any:
+        half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+        return value.float() if half else value
+
+    found: T = tree_map(widened, values)
+    return found
 
 
 def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:
