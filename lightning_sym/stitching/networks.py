@@ -108,6 +108,11 @@ class CutNetwork:
         self._crossings: dict[str, tuple[Crossing, ...]] = {}
         with torch.no_grad():
             expected = network(self._example)
+            if not isinstance(expected, Tensor):
+                raise ValueError(
+                    f"{architecture_name(network)} returns a {type(expected).__name__}; expected one tensor, so wrap the "
+                    "network in a module that returns it."
+                )
             values = self.values(self._example)
             for site in self.sites:
                 if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
@@ -311,6 +316,7 @@ class StitchedNetwork(nn.Module):
         for module in self.maps:
             if not isinstance(module, StitchingMap):
                 raise TypeError(f"A family must make a StitchingMap from a Port, got {type(module).__name__}.")
+        self.maps.to(next((p.dtype for p in target.network.parameters() if p.is_floating_point()), None))
         # The positions that values are averaged to; None if they match those of the top layers.
         self._sizes = [
             crossing.positions if port and _positions(shape, port.axis) != crossing.positions else None
