@@ -110,8 +110,8 @@ class CutNetwork:
             expected = network(self._example)
             if not isinstance(expected, Tensor):
                 raise ValueError(
-                    f"{architecture_name(network)} returns a {type(expected).__name__}; expected one tensor, so wrap the "
-                    "network in a module that returns it."
+                    f"{architecture_name(network)} returns a {type(expected).__name__}; expected one tensor, so wrap "
+                    "the network in a module that returns it."
                 )
             values = self.values(self._example)
             for site in self.sites:
