@@ -206,7 +206,7 @@ def _difference(first: nn.Module, other: nn.Module) -> str:
     if modules.keys() != others.keys():
         return f"their modules, as {min(modules.keys() ^ others.keys())}"
     for name, module in modules.items():
-        # A parametrised module has a class of its own, and its parametrisations are further modules.
+        # Every parametrised module has another class; its parametrisations are submodules.
         kind, other_kind = map(type_before_parametrizations, (module, others[name]))
         if kind is not other_kind or module.extra_repr() != others[name].extra_repr():
             return f"the module {name}" if name else "their class or its description"
