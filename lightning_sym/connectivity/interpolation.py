@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from lightning_sym._checks import check_counts_alike, check_integers, is_finite
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating, in_single
+from lightning_sym.networks.modes import evaluating, for_loss
 from lightning_sym.symmetry.tracing.capture import copied
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
@@ -562,7 +562,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
             if size == 0:
                 continue
             outputs = network(images)
-            outputs, labels = in_single((outputs, labels))
+            outputs, labels = for_loss((outputs, labels))
             value = loss(outputs, labels)
             if value.ndim != 0:
                 raise ValueError(f"loss must return the mean over a batch, a scalar; got shape {list(value.shape)}.")

@@ -56,12 +56,17 @@ def containers_kept(network: nn.Module) -> Iterator[None]:
                 held.extend(content)
 
 
-def in_single(values: T) -> T:
-    """Return values with tensors in half precision in single precision; their mean loss would have two digits."""
+def for_loss(values: T) -> T:
+    """Return outputs or targets as losses take them.
+
+    Tensors in half precision become float32, as their mean loss would have two digits; integers become int64.
+    """
 
     def widened(value: Any) -> Any:
-        half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-        return value.float() if half else value
+        dtype = value.dtype if isinstance(value, Tensor) else None
+        if dtype in (torch.float16, torch.bfloat16):
+            return value.float()
+        return value.long() if dtype in (torch.int8, torch.int16, torch.int32) else value
 
     found: T = tree_map(widened, values)
     return found

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from lightning_sym.networks.modes import in_single
+from lightning_sym.networks.modes import for_loss
 from lightning_sym.population import Loss
 
 
@@ -104,7 +104,7 @@ def _add(total: Tensor, rows: Tensor, values: Tensor | int) -> None:
 def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     """Compute a loss; an error names the shapes, as the check before training evaluates first."""
     try:
-        found: Any = loss(*in_single((outputs, targets)))
+        found: Any = loss(*for_loss((outputs, targets)))
         if not isinstance(found, Tensor) or found.ndim:
             got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"The loss of a batch must be a tensor with one number, got {got}; return its mean.")
