@@ -3,12 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers, not_finite
@@ -174,6 +175,11 @@ class FastGeometricEnsemble(RunReport):
                 "DataLoaders of data sets with indices for training and validation, or a datamodule of "
                 "lightning_sym.datamodules."
             )
+        if not has_members(pl_module):  # what the end would refuse is refused now
+            network = network_of(self, pl_module, self.network)
+            with isolate_rng(), trainer.precision_plugin.forward_context():
+                for batches in splits.values():
+                    log_probabilities([network], islice(batches, 1))
         first = self.snapshots[0]["step"] if self.snapshots else trainer.global_step
         last = trainer.estimated_stepping_batches
         if not self.snapshots:
