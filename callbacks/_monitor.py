@@ -1,6 +1,5 @@
 """Base of callbacks that measure networks during training: choice of networks, schedule, and starting values."""
 
-import copy
 import math
 import re
 from abc import abstractmethod
@@ -22,6 +21,7 @@ from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
+from lightning_sym.symmetry.tracing.capture import copied
 
 _CPU = torch.device("cpu")
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
@@ -191,7 +191,7 @@ class TrainingMonitor(AfterFit):
     def copied(self, trainer: Trainer, pl_module: LightningModule, state: Mapping[str, Tensor]) -> nn.Module:
         """Return a copy of the network with the weights of a member, on this process's device."""
         with isolate_rng():
-            network = copy.deepcopy(self.network_of(pl_module)).to(trainer.strategy.root_device)
+            network = copied(self.network_of(pl_module)).to(trainer.strategy.root_device)
         if has_members(pl_module):  # the template was never trained, and has its original precision
             network.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
         network.load_state_dict(dict(state), strict=False)

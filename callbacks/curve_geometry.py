@@ -1,6 +1,5 @@
 """Hessian and Jacobians at points of trained curves, as tables and figures."""
 
-import copy
 from typing import Any
 
 from pytorch_lightning import Trainer
@@ -14,6 +13,7 @@ from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
 from lightning_sym.reports.report import picked
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks import CurveTask
 
 
@@ -86,7 +86,7 @@ class CurveGeometry(RunReport):
 
     def measure(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule) -> Any:
         """Measure all curves."""
-        network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
+        network = copied(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
         images, labels = (part[: self.images] for part in data.split_tensors("train"))
         inputs = data.normalize(images)
         own = [tuple(part[rank() :: ranks()] for part in (inputs, labels))] if len(inputs) > rank() else []

@@ -1,6 +1,5 @@
 """Loss and accuracy along trained curves and linear paths: the table and the pictures."""
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,10 +19,11 @@ from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.landscape import LossSurface, WeightPlane, weight_tensors, weight_vector
 from lightning_sym.landscape.planes import trainable
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
+from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.reports.report import counted
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks import CurveTask
 
 # How far the grid of a plane reaches beyond the rectangle of its three points, as a share of its sides.
@@ -92,7 +92,7 @@ class CurveReport(RunReport):
 
     def measure(self, trainer: Trainer, task: CurveTask, data: InMemoryDataModule) -> Any:
         """Evaluate all paths and planes."""
-        network = copy.deepcopy(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
+        network = copied(task.member(task.pairs[0][0])).to(trainer.strategy.root_device)
         # Twice as fast for convolutions on a CPU, without gradients; the same numbers up to rounding.
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         loaders = without_augmentation(data, self.train_batches)
@@ -109,7 +109,7 @@ class CurveReport(RunReport):
                     loaders,
                     points=self.points,
                     loss=None if task.classifies else task.loss_function,
-                    recalibration_data=EqualBatches(loaders["train"]),
+                    recalibration_data=loaders["train"],
                 )
                 paths.setdefault(path, {})[pair] = MeasuredPath(_on_cpu(curves[path][pair]), along)
                 progress(done + 1, len(jobs) + len(drawn))
@@ -204,7 +204,7 @@ def _recalibrated_losses(
     network: nn.Module, plane: WeightPlane, coefficients: Tensor, data: tuple[Tensor, Tensor], task: CurveTask
 ) -> Tensor:
     """Return the loss at points of a plane; processes share the images; ``inf`` if not finite."""
-    network = copy.deepcopy(network)
+    network = copied(network)
     parameters = trainable(network)
     batches = [tuple(part[rank() :: ranks()] for part in data)]
     loss = None if task.classifies else task.loss_function

@@ -1,6 +1,5 @@
 """The members of a zoo, or the points of curves between them, as ensembles."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,10 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import Curve
 from lightning_sym.datamodules import ImageDataModule
 from lightning_sym.ensembles import ensemble_scores, log_probabilities
-from lightning_sym.networks.batch_norm import EqualBatches
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.zoo import ModelZoo
 
 _OF_ZOOS = ("network",)
@@ -96,7 +95,7 @@ class EnsembleReport(RunReport):
     def measure(self, trainer: Trainer, task: Any, data: ImageDataModule) -> tuple[list[MeasuredEnsemble], str]:
         """Score all ensembles; call it on every rank."""
         splits = splits_of(trainer, task, self.train_batches)
-        train = EqualBatches(splits.pop("train"))
+        train = splits.pop("train")
         ((split, judged),) = splits.items()
         found: list[MeasuredEnsemble] = []
 
@@ -140,7 +139,7 @@ class EnsembleReport(RunReport):
 
 def _along(curve: Curve, network: nn.Module, points: int, where: dict[str, Any]) -> Iterator[nn.Module]:
     """Yield one network with the weights of each point in turn."""
-    scratch = copy.deepcopy(network).to(**where)
+    scratch = copied(network).to(**where)
     write = curve.writer(scratch)
     for place in torch.linspace(0, 1, points, dtype=torch.float64).tolist():
         write(place)
@@ -150,6 +149,6 @@ def _along(curve: Curve, network: nn.Module, points: int, where: dict[str, Any])
 def _with_states(network: nn.Module, states: Any, where: dict[str, Any]) -> Iterator[nn.Module]:
     """Yield one network with each state in turn."""
     for state in states:
-        scratch = copy.deepcopy(network).to(**where)
+        scratch = copied(network).to(**where)
         scratch.load_state_dict(state)
         yield scratch

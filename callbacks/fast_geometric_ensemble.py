@@ -1,15 +1,15 @@
 """Fast geometric ensembles: a cyclical learning rate, with a snapshot of the weights at each minimum."""
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.utilities import rank_zero_warn
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers, not_finite
@@ -21,10 +21,11 @@ from lightning_sym.callbacks.report import RunReport
 from lightning_sym.connectivity import average, barrier
 from lightning_sym.ensembles import Scores, cyclical_learning_rate, ensemble_scores, log_probabilities
 from lightning_sym.landscape import weight_vector
-from lightning_sym.networks.batch_norm import EqualBatches, batch_norms, recalibrate_batch_norm
+from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.zoo import rebuild_manifest, versions, write_member
 
 State = dict[str, Tensor]
@@ -174,6 +175,11 @@ class FastGeometricEnsemble(RunReport):
                 "DataLoaders of data sets with indices for training and validation, or a datamodule of "
                 "lightning_sym.datamodules."
             )
+        if not has_members(pl_module):  # what the end would refuse is refused now
+            network = network_of(self, pl_module, self.network)
+            with isolate_rng(), trainer.precision_plugin.forward_context():
+                for batches in splits.values():
+                    log_probabilities([network], islice(batches, 1))
         first = self.snapshots[0]["step"] if self.snapshots else trainer.global_step
         last = trainer.estimated_stepping_batches
         if not self.snapshots:
@@ -294,14 +300,14 @@ class FastGeometricEnsemble(RunReport):
         found: list[nn.Module] = []
         for snapshot in self.snapshots:
             state = snapshot["states"][number]
-            network = copy.deepcopy(task.network if has_members(task) else network_of(self, task, self.network))
+            network = copied(task.network if has_members(task) else network_of(self, task, self.network))
             dtype = next(value.dtype for value in state.values() if value.is_floating_point())
             network.to(trainer.strategy.root_device, dtype).load_state_dict(state)
             found.append(network)
         found.append(average(found[1:]))
         for network in found:
             if batch_norms(network):
-                recalibrate_batch_norm(network, EqualBatches(train))
+                recalibrate_batch_norm(network, train)
         return found
 
     def _rows(
@@ -310,8 +316,7 @@ class FastGeometricEnsemble(RunReport):
         """Return distances of a network's snapshots, and the barriers between them."""
         vectors = [weight_vector(network).double() for network in networks]
         lines = [
-            barrier(one, two, train, points=self.points, recalibration_data=EqualBatches(train))
-            for one, two in pairwise(networks)
+            barrier(one, two, train, points=self.points, recalibration_data=train) for one, two in pairwise(networks)
         ]
         return [
             {

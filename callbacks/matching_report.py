@@ -1,6 +1,5 @@
 """Barriers between the members of a zoo before and after matching: the table and the pictures."""
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -16,11 +15,12 @@ from lightning_sym.connectivity import Barrier, barrier
 from lightning_sym.connectivity.interpolation import line, output_change, split_losses
 from lightning_sym.datamodules import InMemoryDataModule
 from lightning_sym.networks import architecture_name
-from lightning_sym.networks.batch_norm import EqualBatches, batch_norms
+from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.report import counted, picked
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED
 from lightning_sym.zoo import rebuild_manifest, write_member
@@ -119,17 +119,17 @@ class MatchingReport(RunReport):
                             points=self.points,
                             loss=loss,
                             recalibrate=kind == RECALIBRATED,
-                            recalibration_data=EqualBatches(loaders["train"]),
+                            recalibration_data=loaders["train"],
                         )
                 if self.merge and method != UNMATCHED:
-                    mean = copy.deepcopy(a)
+                    mean = copied(a)
                     losses = split_losses(
                         mean,
                         line(a, matched, mean),
                         [0.0, 1.0, 0.5],  # the last one stays
                         {**judges, "test": loaders["test"]},
                         loss=loss,
-                        recalibration_data=EqualBatches(loaders["train"]),
+                        recalibration_data=loaders["train"],
                     )
                     weights = {name: tensor.cpu() for name, tensor in mean.state_dict().items()}
                     means.setdefault(pair, []).append(

@@ -1,6 +1,5 @@
 """Merged fine-tunes, unaligned and aligned: the tables and the pictures."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from lightning_sym.reports.merged_tasks import (
     merged_task_results,
 )
 from lightning_sym.reports.report import counted
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks import FineTuneTask
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -125,7 +125,7 @@ class MergingReport(RunReport):
                 following = families[parents[done % len(parents)]] if len(parents) > 1 else None
                 for about, network in self._merged(task, parent, families[parent], following):
                     found.append(about)
-                    counts.append(_correct(copy.deepcopy(network).to(device), batches))
+                    counts.append(_correct(copied(network).to(device), batches))
                 progress(done, len(parents))
         # Sums over processes that share the images.
         total = int(summed(torch.tensor(sum(len(labels) for _, labels in batches[0]), device=device)))
@@ -231,7 +231,7 @@ def _state(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_state(network: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    found = copy.deepcopy(network)
+    found = copied(network)
     found.load_state_dict(state)
     return found
 

@@ -206,7 +206,7 @@ def known_example(trainer: Trainer, pl_module: LightningModule) -> Any:
     example = pl_module.example_input_array
     if isinstance(example, Mapping):
         raise ValueError(
-            f"SymmetryMonitor calls the network with positional arguments, but example_input_array of "
+            f"The symmetry is traced with positional arguments of the network, but example_input_array of "
             f"{type(pl_module).__name__} is a {type(example).__name__}; make it a tensor or a tuple."
         )
     if example is not None:
@@ -229,7 +229,7 @@ def first_input(pl_module: LightningModule, batch: Any) -> Tensor:
             f" that begins with a {type(first).__name__}" if first is not batch else ""
         )
         raise ValueError(
-            f"SymmetryMonitor cannot find the network's input in a batch that is {found}; set example_input_array in "
+            f"The symmetry is traced with an input of the network, and a batch is {found}; set example_input_array in "
             f"{type(pl_module).__name__}.__init__ to an input of the network, or let batches begin with one."
         )
     if has_members(pl_module):

@@ -85,9 +85,9 @@ class TensorDataModule(InMemoryDataModule):
 
     def __init__(
         self,
-        train: str | tuple[Any, Any] | None = None,
-        val: str | tuple[Any, Any] | None = None,
-        test: str | tuple[Any, Any] | None = None,
+        train: str | Path | tuple[Any, Any] | None = None,
+        val: str | Path | tuple[Any, Any] | None = None,
+        test: str | Path | tuple[Any, Any] | None = None,
         batch_size: int = 32,
         eval_batch_size: int = 500,
         val_fraction: float = 0.1,
@@ -103,7 +103,8 @@ class TensorDataModule(InMemoryDataModule):
         check_numbers("in [0, 1)", val_fraction=val_fraction)
         check_numbers("in (0, 1)", test_fraction=test_fraction)
         check_integers(optional=True, max_samples=max_samples, num_classes=num_classes)
-        given = {"train": train, "val": val, "test": test}
+        named = {"train": train, "val": val, "test": test}
+        given = {name: str(data) if isinstance(data, Path) else data for name, data in named.items()}
         self.save_hyperparameters(ignore=["dataset", "augmentations", *given])
         self._augmentations = _checked(augmentations)
         if self._augmentations:
@@ -185,6 +186,14 @@ class TensorDataModule(InMemoryDataModule):
         if self._batch_size > len(splits["train"].inputs):
             raise ValueError(too_large_batch(self._batch_size, 1, len(splits["train"].inputs)))
         self._describe(list(whole.values()))  # a smaller part has the same networks
+        if not self.regression:
+            kept, known = (int((part["train"].targets.flatten().bincount() > 0).sum()) for part in (splits, whole))
+            if kept < known and (kept == 1 or len(splits["train"].inputs) >= 10 * known):
+                warnings.warn(
+                    f"{type(self).__name__}: max_samples {self._max_samples} keeps the first inputs, which are of "
+                    f"{kept} of {known} classes; shuffle the data before.",
+                    stacklevel=2,
+                )
         return splits, self._choose_statistics(splits["train"].inputs)
 
     def _where(self, split: str) -> str:

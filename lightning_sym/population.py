@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._pytree import tree_map
 
 from lightning_sym._random import derive_seed, seeded
@@ -205,7 +206,9 @@ def _difference(first: nn.Module, other: nn.Module) -> str:
     if modules.keys() != others.keys():
         return f"their modules, as {min(modules.keys() ^ others.keys())}"
     for name, module in modules.items():
-        if type(module) is not type(others[name]) or module.extra_repr() != others[name].extra_repr():
+        # Every parametrised module has another class; its parametrisations are submodules.
+        kind, other_kind = map(type_before_parametrizations, (module, others[name]))
+        if kind is not other_kind or module.extra_repr() != others[name].extra_repr():
             return f"the module {name}" if name else "their class or its description"
     held = dict((*other.named_parameters(), *other.named_buffers()))
     for name, tensor in (*first.named_parameters(), *first.named_buffers()):

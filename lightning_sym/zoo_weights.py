@@ -8,7 +8,6 @@ Example:
     ...     for vectors, accuracies in loader: ...
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +21,7 @@ from lightning_sym._checks import check_seeds, check_words
 from lightning_sym._random import generator
 from lightning_sym.networks import Network
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.zoo import ModelZoo, example_input
 
 Form = Literal["raw", "canonical"]
@@ -127,7 +127,7 @@ class WeightSpace:
 
     @cached_property
     def _canonical(self) -> Network:
-        return copy.deepcopy(self.network)
+        return copied(self.network)
 
 
 class ZooDataset(Dataset[tuple[Any, Tensor]]):

@@ -328,7 +328,8 @@ def _report(zoo: Any, files: Sequence[str], data: str, *, regression: bool) -> N
     if regression:
         tasks = {"matching": f"{tasks['matching']} --model.loss lightning_sym.tasks.SquaredDistance"}
     for task, recipe in tasks.items() if len(zoo) > 1 else ():
+        folder, out = (shlex.quote(str(place)) for place in (zoo.path, zoo.path.parent / task))
         print(
-            f"  use it  lightning-sym fit --config {recipe} --model.zoo {zoo.path} --model.pairs all{allow}"
-            f"{data or ' --data DATAMODULE'} --run_dir {zoo.path.parent / task}"
+            f"  use it  lightning-sym fit --config {recipe} --model.zoo {folder} --model.pairs all{allow}"
+            f"{data or ' --data DATAMODULE'} --run_dir {out}"
         )

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -270,7 +271,7 @@ def _interrupted(kept: str = "") -> int:
         if kept == "checkpoint" and os.path.isfile(os.path.join(run_dir, "checkpoints", "last.ckpt")):
             todo = "; resume with --ckpt_path last"
         elif os.path.isfile(os.path.join(run_dir, "config.yaml")):
-            again = "restart with --overwrite true" + f" --out {run_dir}" * (kept == "run")
+            again = "restart with --overwrite true" + f" --out {shlex.quote(str(run_dir))}" * (kept == "run")
             again = again if has_epoch(Path(run_dir)) else "the same command starts it again"
             todo = f"{' before its first checkpoint' * (kept == 'checkpoint')}; {again}"
     print(f"lightning-sym: interrupted{todo}", file=sys.stderr)

@@ -176,7 +176,7 @@ def make(requirement: Requirement, trainer: Namespace, trial: Path | None = None
     if launched:
         raise ValueError(
             f"{what} is not there, and is not made by one of several processes ({launched[0]} is set); make it first, "
-            f"in a single process: {command} --run_dir {_run_dir(requirement)}"
+            f"in a single process: {command} --run_dir {shlex.quote(str(_run_dir(requirement)))}"
         )
     options = [
         f"--trainer.{name}={str(trainer.get(name)).lower()}"

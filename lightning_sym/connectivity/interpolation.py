@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from lightning_sym._checks import check_counts_alike, check_integers, is_finite
 from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import evaluating, for_loss
 from lightning_sym.symmetry.tracing.capture import copied
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
@@ -364,8 +364,9 @@ def split_losses(
     Raises:
         ValueError: As for :func:`barrier`, or if there are no points.
     """
-    if len(points) == 0:
-        raise ValueError("points must have at least one point, got none.")
+    for name, given in (("point", points), ("split", splits)):
+        if len(given) == 0:
+            raise ValueError(f"{name}s must have at least one {name}, got none.")
     norms = batch_norms(network)
     if recalibrate not in (True, False, "auto"):
         raise ValueError(f"recalibrate must be True, False or 'auto', got {recalibrate!r}.")
@@ -426,8 +427,8 @@ def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) ->
 
 
 def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLosses:
-    """Return the means over the samples of all ranks, from the sums of :func:`_sums` at each point: ``[T, 4]``."""
-    loss_sum, correct, classified, count = summed(rows).cpu().double().unbind(1)
+    """Return the means over the samples of all ranks, from the sums of :func:`_sums` at each point: ``[T, 5]``."""
+    loss_sum, correct, classified, count, content = summed(rows).cpu().double().unbind(1)
     if count[0] == 0:
         raise ValueError("data has no samples; pass at least one batch.")
     losses = loss_sum / count
@@ -437,6 +438,13 @@ def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLo
                 f"The loss at t = {t:g} is {value}; check weights and data for values that are not finite, and for "
                 "batches in which all labels are ignored."
             )
+    same = (content - content[0]).abs() <= torch.finfo(rows.dtype).eps ** 0.4 * content[0]
+    if not (same & (count == count[0])).all() and rank() == 0:
+        warnings.warn(
+            "The data change from point to point, and the losses with them; pass a list, or a loader without random "
+            "augmentation that does not leave out other samples in every pass (shuffle with drop_last).",
+            stacklevel=2,
+        )
     # A single batch on any rank without classes excludes the accuracy.
     accuracy = correct / count if torch.equal(classified, count) else None
     return CurveLosses(losses, accuracy, int(count[0]), recalibrated)
@@ -536,13 +544,13 @@ def _check_rereadable(name: str, data: object) -> None:
 
 
 def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool) -> Tensor:
-    """Return this rank's sums: loss, correct samples, classified samples, samples. Shape ``[4]``.
+    """Return this rank's sums: loss, correct samples, classified samples, samples, content. Shape ``[5]``.
 
     A check warns of losses that batches of other sizes would change.
     """
     device = device_of(network)
     unequal = ""
-    sums = torch.zeros(4, dtype=wide(device), device=device)
+    sums = torch.zeros(5, dtype=wide(device), device=device)
 
     def run() -> None:
         nonlocal unequal
@@ -554,6 +562,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
             if size == 0:
                 continue
             outputs = network(images)
+            outputs, labels = for_loss((outputs, labels))
             value = loss(outputs, labels)
             if value.ndim != 0:
                 raise ValueError(f"loss must return the mean over a batch, a scalar; got shape {list(value.shape)}.")
@@ -565,6 +574,8 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
                 sums[1] += (outputs.argmax(1) == labels).sum()
                 sums[2] += size
             sums[3] += size
+            rows = images.reshape(size, -1).abs().float()  # in any order, with any batches, but not mirrored
+            sums[4] += (rows * torch.linspace(1, 2, rows.shape[1], device=device)).sum(dtype=sums.dtype)
 
     together(run)
     if unequal and rank() == 0:

@@ -1,6 +1,5 @@
 """A subclass of laplace-torch's KronLaplace; its import takes seconds, so it is left to those who call to_laplace."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from lightning_sym.curvature.blocks import Factors, KroneckerBlock
+from lightning_sym.symmetry.tracing.capture import copied
 
 
 class _Unlisted:
@@ -39,7 +39,7 @@ class RelaxedLaplace(KronLaplace):
     def __init__(
         self, network: nn.Module, factors: Factors, precisions: Mapping[str, float], noise: float, temperature: float
     ) -> None:
-        model = copy.deepcopy(network).eval()
+        model = copied(network).eval()
         if next(model.parameters()).dtype in (torch.float16, torch.bfloat16):
             model = model.float()  # as the factors
         for name, parameter in model.named_parameters():

@@ -1,6 +1,5 @@
 """Compute Jacobians of a network's outputs: by its parameters, for the rank, and by its inputs."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from lightning_sym._distributed import device_of, moved, wide
 from lightning_sym.networks.modes import evaluating, in_precision
 from lightning_sym.symmetry.dimension import jacobian_rows
 from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.capture import copied
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def jacobian_rank(
     check_integers(max_bytes=max_bytes)
     if not inputs.shape or not len(inputs):
         raise ValueError(f"inputs must be a batch of at least one sample, got shape {list(inputs.shape)}.")
-    exact = in_precision(copy.deepcopy(network), wide(device_of(network))).eval()
+    exact = in_precision(copied(network), wide(device_of(network))).eval()
     given = _widened(exact, inputs)
     with torch.no_grad():
         equations = exact(given).numel()

@@ -27,7 +27,8 @@ from lightning_sym._distributed import gathered, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
-from lightning_sym.networks.modes import in_precision, twice_differentiable
+from lightning_sym.networks.modes import for_loss, in_precision, twice_differentiable
+from lightning_sym.symmetry.tracing.capture import copied
 
 _LOG = logging.getLogger(__name__)
 
@@ -747,8 +748,7 @@ class _Batches:
                 raise ValueError(
                     f"targets must have a row for each of the {len(x)} inputs of a batch, got shape {list(y.shape)}."
                 )
-            if y.is_floating_point():
-                y = y.to(dtype)
+            y = y.to(dtype) if y.is_floating_point() else for_loss(y)
             if self._check:
                 self._last.append((len(x), _checksum(x), _checksum(y)))
             if number < len(self._counted):
@@ -791,11 +791,11 @@ def _exactly(device: torch.device) -> Iterator[None]:
 def _copied(network: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return a copy in eval mode, without gradients and backward hooks."""
     with ready(network) as checked:
-        copied = copy.deepcopy(checked)
+        found = copied(checked)
     if dtype is not None:
-        in_precision(copied, dtype)
-    check_weights(copied)
-    return copied
+        in_precision(found, dtype)
+    check_weights(found)
+    return found
 
 
 def _chosen(network: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Parameter]:

@@ -1,6 +1,5 @@
 """The passes of an engine through a network, and its interface."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from lightning_sym.curvature.proof import Pass
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
 from lightning_sym.curvature.sums import FactorSums
 from lightning_sym.networks.modes import evaluating
+from lightning_sym.symmetry.tracing.capture import copied
 
 
 class Engine(ABC):
@@ -91,7 +91,7 @@ def ready(network: nn.Module) -> Iterator[nn.Module]:
             raise ValueError(f"Parameter {name!r} is not initialised yet; call the network once before.")
     tensors = (*network.parameters(), *network.buffers())
     if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors):
-        network = copy.deepcopy(network).float()
+        network = copied(network).float()
     hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module in network.modules()]
     autocast = torch.autocast(device_of(network).type, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), autocast, evaluating(network):

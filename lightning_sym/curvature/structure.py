@@ -13,6 +13,7 @@ from lightning_sym.layers import (
     SparseConv,
     SparseFactoredFullyConnected,
 )
+from lightning_sym.networks.modes import attributes_kept
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -62,7 +63,8 @@ class _ChildrenAsLeaves(fx.Tracer):
 def children_in_order(module: nn.Module) -> list[nn.Module] | None:
     """Return the modules that a forward calls, one after the other; None if it does anything else."""
     try:
-        graph = _ChildrenAsLeaves().trace(module)
+        with attributes_kept(module):
+            graph = _ChildrenAsLeaves().trace(module)
     except Exception:  # a forward may do anything that cannot be traced
         return None
     found: list[nn.Module] = []

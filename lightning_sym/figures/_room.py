@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, NullFormatter
 
 CELL = "cell"  # mark of the numbers in the cells of a matrix
+VALUE = "value"  # mark of the numbers next to bars
 _CELL = 4.5  # points of the smallest number in a cell
 
 
@@ -22,7 +24,7 @@ def tick_names(axis: Axis) -> list[str]:
 
 
 def separate(figure: Figure) -> None:
-    """Rotate or leave out names of ticks that overlap; shrink or omit numbers that do not fit into their cells."""
+    """Rotate or leave out names of ticks that overlap, and give numbers room: next to bars, and in cells."""
     for _ in range(3):  # rotated names leave less room
         figure.draw_without_rendering()
         flat = [axes for axes in figure.axes if axes.get_visible() and axes.name != "3d"]
@@ -30,6 +32,7 @@ def separate(figure: Figure) -> None:
             break
     for axes in flat:
         _shrink_numbers(axes)
+        _extend(axes)
 
 
 def _separate_names(axes: Axes, axis: Axis) -> bool:
@@ -76,3 +79,20 @@ def _shrink_numbers(axes: Axes) -> None:
     for text in numbers:
         size = float(text.get_fontsize()) * share
         text.set(fontsize=size, visible=size >= _CELL)
+
+
+def _extend(axes: Axes) -> None:
+    """Extend the axes to the right and upwards until the numbers next to bars are inside, on any scale."""
+    numbers = [text for text in axes.texts if text.get_gid() == VALUE]
+    limits: list[Any] = [axes.set_xlim, axes.set_ylim] if numbers else []
+    for place, limit in enumerate(limits):
+        low, high = axes.get_window_extent().get_points()[:, place]
+        gap, share = 0.02 * (high - low), 1.0
+        for text in numbers:  # the anchor moves with the axes, the text keeps its size
+            anchor = axes.transData.transform(text.xy)[place] - low  # type: ignore[attr-defined]
+            end = text.get_window_extent().get_points()[1, place] + gap - low
+            if anchor > 0 and end > high - low:
+                share = min(share, max(0.2, (high - low - end + anchor) / anchor))
+        if share < 1:
+            corner = [low + (high - low) / share] * 2
+            limit(None, float(axes.transData.inverted().transform(corner)[place]))

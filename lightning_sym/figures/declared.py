@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogFormatter, MaxNLoc
 
 from lightning_sym.figures import _panels as shared
 from lightning_sym.figures._panels import Values
+from lightning_sym.figures._room import VALUE
 
 Row = Mapping[str, Any]
 Text = str | Callable[[Row], str]
@@ -360,6 +361,8 @@ def _draw(
                 axes.fill_between(wide, *ends, color=one.look["color"], alpha=0.9, lw=0, label=one.label)
             else:
                 _add(axes, marks, one, x, panel, 0.74 / len(own) if beside else 0.62)
+            if marks.kind == "bars" and marks.values:
+                _write(axes, marks, one, x, [other for other in every if other.label == one.label], flat=panel.flat)
     levels = panel.levels(row) if callable(panel.levels) else panel.levels
     for style, (label, level) in zip(itertools.cycle(("--", ":")), levels.items()):
         line = axes.axvline if panel.flat else axes.axhline
@@ -391,17 +394,33 @@ def _add(axes: Axes, marks: Marks, one: _Series, x: Values, panel: Panel, width:
     elif kind == "bars":
         (axes.barh if panel.flat else axes.bar)(x, np.nan_to_num(mean), width, **{"alpha": 0.75, **plain})
         _errors(axes, one, x, panel, {"fmt": "none", "ecolor": shared.INK, "capsize": 2.5})
-        tops = np.fmax(np.fmax(mean, one.high), 0)  # above the error bar, which the number would hide
-        for place, top, end in zip(x, tops, mean, strict=True) if marks.values else ():
-            if np.isfinite(end):
-                at, shift = ((top, place), (6, -3)) if panel.flat else ((place, top), (-6, 3))
-                axes.annotate(format(end, marks.values), at, shift, textcoords="offset points", fontsize=8, zorder=5)
     elif kind == "error":
         _errors(axes, one, x, panel, {"marker": "o", "ms": 5, "capsize": 2, **look})
     else:  # lines and dots, of each observation
         look = {"ls": "", "marker": ".", "ms": 4, **look} if kind == "dots" else look
         for index, column in enumerate(heights.T):
             axes.plot(*((column, x) if panel.flat else (x, column)), **{**look, "label": None if index else label})
+
+
+def _write(axes: Axes, marks: Marks, one: _Series, x: Values, every: Sequence[_Series], *, flat: bool) -> None:
+    """Write the means of bars beyond all that is drawn under their label, which the numbers would hide."""
+    for name, place, mean in zip(one.places, x, one.mean, strict=True):
+        if np.isfinite(mean):
+            beside = [(other, other.places.index(name)) for other in every if name in other.places]
+            top = np.nanmax([0.0, *(y for other, row in beside for y in (*other.heights[row], other.high[row]))])
+            look: dict[str, Any] = {"va": "center"} if flat else {"ha": "center"}
+            at = (top, place) if flat else (place, top)
+            away = (6, 0) if flat else (0, 3)
+            axes.annotate(
+                format(mean, marks.values),
+                at,
+                away,
+                textcoords="offset points",
+                fontsize=8,
+                zorder=5,
+                gid=VALUE,
+                **look,
+            )
 
 
 def _errors(axes: Axes, one: _Series, x: Values, panel: Panel, look: Mapping[str, Any]) -> None:

@@ -470,9 +470,15 @@ class LossSurface:
         if self._squared:
             distance = torch.sub(outputs, targets, out=self._space("distance", outputs.shape, self.dtype)).square_()
             return self._space("sum", distance.shape, dtype).copy_(distance).flatten(1).sum(1)
-        losses = cast(Loss, self.loss)(outputs, targets)
+        losses, got = None, None
+        try:
+            losses = cast(Loss, self.loss)(outputs, targets)
+        except (RuntimeError, ValueError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            got = f"an error ({error})"
         if not isinstance(losses, Tensor) or losses.shape != outputs.shape[:2]:
-            got = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            got = got or (str(list(losses.shape)) if isinstance(losses, Tensor) else type(losses).__name__)
             raise ValueError(
                 f"loss must return the loss of each input, [G, N] = {list(outputs.shape[:2])}, for outputs "
                 f"{list(outputs.shape)}, got {got}."

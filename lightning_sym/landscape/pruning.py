@@ -14,7 +14,7 @@ from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import device_of, moved, on_device_of, summed, together, wide
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import evaluating, for_loss
 from lightning_sym.symmetry.tracing.capture import copied
 
 Loss = Callable[[Any, Any], Tensor]
@@ -378,7 +378,7 @@ def mean_loss(network: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[f
     def run() -> None:
         for inputs, targets in batches:
             given, wanted = moved(inputs, device), moved(targets, device)
-            outputs, size = network(given), len(given)
+            (outputs, wanted), size = for_loss((network(given), wanted)), len(given)
             sums[0] += size
             sums[1] += loss(outputs, wanted).to(sums.dtype) * size
             if wanted.ndim == 1 and not wanted.is_floating_point() and outputs.ndim == 2:
@@ -441,7 +441,7 @@ def rashomon_pruning(
     """
     settings = settings or PruningSettings()
     check_numbers("> 0", learning_rate=learning_rate)
-    inputs, targets = on_device_of(network, (inputs, targets))
+    inputs, targets = on_device_of(network, (inputs, for_loss(targets)))
     data = [(inputs, targets)]
 
     def evaluate(candidate: nn.Module) -> float:

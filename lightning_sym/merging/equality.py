@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_sym._distributed import wide
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import containers_kept, evaluating
 from lightning_sym.symmetry import Call, Element, Symmetry, weight_matching
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.proof import change, cropped, double, double_copy, noisy, outputs_of, runs
-from lightning_sym.symmetry.tracing.capture import containers_kept, state_tensors
+from lightning_sym.symmetry.tracing.capture import state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
 # Largest difference of a slice of weights, or of an output, between equal networks, in units of the effect of rounding.

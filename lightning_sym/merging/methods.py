@@ -7,6 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from lightning_sym._checks import check_numbers, finite_or_mask, is_finite
@@ -278,11 +279,16 @@ def _check_mappings(given: Mapping[str, Mapping[str, Tensor]]) -> None:
     Raises:
         ValueError: If they do not.
     """
+    for what, own in given.items():
+        if not isinstance(own, Mapping):
+            raise ValueError(f"{what} is a {type(own).__name__}; pass state dicts, as of network.state_dict().")
     for key in dict.fromkeys(key for own in given.values() for key in own):
         if missing := [what for what, own in given.items() if key not in own]:
             raise ValueError(f"{key} is missing in {', '.join(missing)}; expected the same names in all.")
     for what, own in given.items():
         for key, tensor in own.items():
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{key} of {what} is a {type(tensor).__name__}, and no tensor; pass state dicts.")
             if not tensor.is_meta and not finite_or_mask(tensor):
                 raise ValueError(f"{key} of {what} holds values that are not finite; expected finite weights.")
 
@@ -310,7 +316,7 @@ def _merged(
     if not all(map(is_finite, given)):
         if all(bool((own == given[0].to(own)).all()) for own in given[1:]):
             return given[0].detach().to(dtype)
-        raise ValueError(f"{says} must be the same where they hold infinities, as masks do.")
+        raise ValueError(f"{says} must be finite, or the same where they hold infinities, as masks do.")
     flat = [tensor.detach().reshape(-1) for tensor in given]
     origin = None if base is None else flat[-1]
     group = formulas.TensorGroup(flat[: len(tensors)], origin, tensors[0].shape, each, shared, seed, name, tally)
@@ -349,6 +355,7 @@ def _settings(
     """
     found = {}
     for key, given in each.items():
+        given = given.tolist() if isinstance(given, Tensor | np.ndarray | np.generic) else given
         values = [given] * count if isinstance(given, int | float) else list(given)
         if len(values) != count:
             raise ValueError(f"{key} must be one number, or one for each of {count} models, got {len(values)}.")

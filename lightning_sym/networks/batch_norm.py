@@ -74,9 +74,10 @@ def recalibrate_batch_norm(
     r"""Recompute the running statistics of batch norms, in place.
 
     The default is one pass with the batch norms in train mode and the rest in eval mode. The statistics are reset and
-    become the mean over the batches of each batch's mean and (unbiased) variance. Every batch has the same weight:
-    leave out a short last one, and use the largest batches that fit. Deeper layers see inputs normalised with the
-    statistics of one batch, which deviate by several percent at 32 images and by less than one at 512.
+    become the mean over the batches of each batch's mean and (unbiased) variance. Every batch has the same weight,
+    and batches shorter than the first one, as a last one may be, are left out. Use the largest batches that fit. Deeper
+    layers see inputs normalised with the statistics of one batch, which deviate by several percent at 32 images and by
+    less than one at 512.
 
     ``exact=True`` takes one pass for each batch norm instead, in calling order, all in eval mode. Each receives the
     mean and the population variance (divided by the count) of its inputs over all data, given the statistics of those
@@ -110,8 +111,8 @@ def recalibrate_batch_norm(
 
     Note:
         In the default mode ``SyncBatchNorm`` uses the batch of all ranks together, as in training, so that the ranks
-        need equally many batches; exact mode does not synchronise within a batch. Exact mode ends forward passes early
-        by an exception and finds inputs by hooks: pass a compiled network uncompiled.
+        need equally many batches, and none is left out; exact mode does not synchronise within a batch. Exact mode ends
+        forward passes early by an exception and finds inputs by hooks: pass a compiled network uncompiled.
 
     References:
         Jordan et al. (2023), "REPAIR: REnormalizing Permuted Activations for Interpolation Repair", arXiv:2211.08403.
@@ -224,13 +225,16 @@ def _measure_in_one_pass(
         module.reset_running_stats()
         module.momentum = None  # the cumulative mean
         module.training = True
-    seen = 0
+    seen, shortest = 0, 1
+    waits = ranks() > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in selected.values())
 
     def run() -> None:
-        nonlocal seen
+        nonlocal seen, shortest
         for images in _inputs(network, batches):
-            network(images)
-            seen += 1
+            if len(images) >= shortest or waits:
+                network(images)
+                shortest = shortest if seen or waits else len(images)
+                seen += 1
 
     together(run)
     device = device_of(network)

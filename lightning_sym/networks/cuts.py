@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from lightning_sym.networks.activations import FUNCTIONAL_ACTIVATIONS, IdentityActivation, is_activation
+from lightning_sym.networks.modes import attributes_kept
 
 
 @functools.cache
@@ -165,7 +166,7 @@ def trace(network: nn.Module, leaves: tuple[type[nn.Module], ...] = (), *, stric
         )
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), attributes_kept(network):
             warnings.simplefilter("ignore")  # about default arguments, which are removed below
             graph = tracer.trace(network, concrete_args=defaults or None)
     except Exception as error:

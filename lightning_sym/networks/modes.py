@@ -3,13 +3,15 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
+T = TypeVar("T")
 _STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
@@ -23,6 +25,51 @@ def evaluating(network: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def attributes_kept(network: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all modules after the block, including containers."""
+    kept = {module: dict(vars(module)) for module in network.modules()}
+    try:
+        with containers_kept(network):
+            yield
+    finally:
+        for module, attributes in kept.items():
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+@contextmanager
+def containers_kept(network: nn.Module) -> Iterator[None]:
+    """Restore the dictionaries and lists that modules fill during a forward pass (LeViT: biases by resolution)."""
+    caches = [held for module in network.modules() for held in vars(module).values() if type(held) in (dict, list)]
+    before = [held.copy() for held in caches]
+    try:
+        yield
+    finally:
+        for held, content in zip(caches, before, strict=True):
+            held.clear()
+            if isinstance(held, dict):
+                held.update(content)
+            else:
+                held.extend(content)
+
+
+def for_loss(values: T) -> T:
+    """Return outputs or targets as losses take them.
+
+    Tensors in half precision become float32, as their mean loss would have two digits; integers become int64.
+    """
+
+    def widened(value: Any) -> Any:
+        dtype = value.dtype if isinstance(value, Tensor) else None
+        if dtype in (torch.float16, torch.bfloat16):
+            return value.float()
+        return value.long() if dtype in (torch.int8, torch.int16, torch.int32) else value
+
+    found: T = tree_map(widened, values)
+    return found
 
 
 def in_precision(network: nn.Module, dtype: torch.dtype) -> nn.Module:

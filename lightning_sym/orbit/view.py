@@ -9,6 +9,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lightning_sym.networks.modes import for_loss
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import first_names
 from lightning_sym.symmetry.views import NamedTensors
@@ -139,5 +140,5 @@ def targets_of(batch: Any) -> Tensor:
         found = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     if found is None:
         raise ValueError("the batch holds no targets; expected pairs of inputs and targets.")
-    target: Tensor = found
+    target: Tensor = for_loss(found)
     return target

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -395,7 +396,7 @@ class RunResults:
             indent = 2 + len(note) - len(note.lstrip())  # also of the lines that follow
             console.print(Padding(note.lstrip(), (0, 0, 0, indent), expand=False), highlight=False)
         places = {what: folder / place if isinstance(place, str) else place for what, place in self.places.items()}
-        for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {run}"}.items():
+        for what, place in {**places, "logs": run, "watch": f"tensorboard --logdir {shlex.quote(str(run))}"}.items():
             console.print(f"  {what:8}{place}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,6 +1,5 @@
 """Similarity of networks during training to their start, to a reference and to each other."""
 
-import copy
 import itertools
 import math
 import warnings
@@ -20,7 +19,8 @@ from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.report import ResultTable, RunResults, finite
 from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
 from lightning_sym.symmetry import ChannelGroup, trace_symmetry
-from lightning_sym.weights import check_numbers_alike
+from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.weights import check_numbers_alike, listed
 
 State: TypeAlias = Mapping[str, Tensor]
 Pair: TypeAlias = tuple[int, int]
@@ -64,8 +64,8 @@ class SimilarityMeter:
         inputs: On the device, in the precision of the network.
 
     Raises:
-        ValueError: If there are no inputs or sites, the network cannot be copied, or the sites of the reference do not
-            fit; or if a measure needs the symmetry of the network, and it cannot be traced.
+        ValueError: If there are no inputs or sites, or the sites of the reference do not fit;
+            or if a measure needs the symmetry of the network, and it cannot be traced.
     """
 
     def __init__(
@@ -194,13 +194,7 @@ def _link(compared_with: str, pair: Pair) -> Link:
 
 def _private_copy(network: nn.Module) -> nn.Module:
     """Return a copy for measuring, in single or double precision."""
-    try:
-        private = copy.deepcopy(network)
-    except RuntimeError as error:
-        raise ValueError(
-            f"Similarity is measured on a copy of the network, and {architecture_name(network)} cannot be copied "
-            f"({error}); keep tensors that have a gradient history out of its attributes."
-        ) from error
+    private = copied(network)
     dtypes = {parameter.dtype for parameter in private.parameters()}
     if not dtypes:
         raise ValueError(f"{architecture_name(network)} has no parameters; nothing would change while it is trained.")
@@ -245,8 +239,8 @@ def _load(network: nn.Module, state: State) -> None:
 
 def _sites(network: nn.Module, sites: Sequence[str] | str) -> list[str]:
     """Return the names of sites of a network; it is not changed."""
+    modules = dict(network.named_modules())
     if not isinstance(sites, str):
-        modules = dict(network.named_modules())
         for site in sites:
             if site not in modules:
                 raise ValueError(unknown("module", site, modules))
@@ -255,12 +249,19 @@ def _sites(network: nn.Module, sites: Sequence[str] | str) -> list[str]:
         if isinstance(network, Network):
             found = network.sites()
         else:
-            found = [site.removeprefix("module.") for site in Network.wrap(copy.deepcopy(network)).sites()]
+            found = [site.removeprefix("module.") for site in Network.wrap(copied(network)).sites()]
     except (ValueError, TypeError) as error:
         raise ValueError(f"Name the sites to be compared, as they could not be found: {error}") from error
-    if not found:
-        raise ValueError(f"{architecture_name(network)} has no activation modules; name the sites to be compared.")
-    return found
+    functional = [site for site in found if site.rpartition(".")[2].startswith("functional-")]
+    kept = [site for site in found if site not in functional]
+    if not kept:
+        raise ValueError(
+            f"{architecture_name(network)} has no activation modules; name the sites to be compared, modules such as "
+            f"{listed([name for name, module in modules.items() if name and not len(list(module.children()))])}."
+        )
+    if functional:
+        warnings.warn(f"activations that are no modules are not compared: {listed(functional)}", stacklevel=4)
+    return kept
 
 
 def _matching_sites(reference: nn.Module, sites: Sequence[str]) -> list[str]:

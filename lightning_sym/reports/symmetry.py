@@ -15,6 +15,7 @@ from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.report import ResultTable, RunResults, finite, over_members
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
+from lightning_sym.symmetry.tracing.capture import copied
 
 Numbers: TypeAlias = dict[str, float]
 Point: TypeAlias = Mapping[str, Any]
@@ -66,18 +67,12 @@ class SymmetryMeter:
         kinds: Quantities that are defined for each axis group, by its name.
 
     Raises:
-        ValueError: If the network has no parameters, or cannot be copied or traced.
+        ValueError: If the network has no parameters, or cannot be traced.
     """
 
     def __init__(self, network: nn.Module, example: Any) -> None:
         with seeded(0):
-            try:
-                self._copy = copy.deepcopy(network).cpu()
-            except RuntimeError as error:
-                raise ValueError(
-                    f"The symmetry is measured on a copy of the network, and {architecture_name(network)} cannot be "
-                    f"copied ({error}); keep tensors that have a gradient history out of its attributes."
-                ) from error
+            self._copy = copied(network).cpu()
             first = next(self._copy.parameters(), None)
             if first is None:
                 raise ValueError(f"{architecture_name(network)} has no parameters whose symmetry could be measured.")

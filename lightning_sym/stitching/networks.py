@@ -5,7 +5,6 @@ tensor crosses, inside a block two do: the branch and the skip connection. With 
 a symmetry only can be stitched without loss at any cut (:class:`PlantedStitches`).
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.families import stitching_map
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry import ChannelGroup, Element, IntertwinerGroup, Symmetry, Tap, trace_symmetry
+from lightning_sym.symmetry.tracing.capture import copied
 
 Family = str | Callable[[Port], StitchingMap]
 Ports = Literal["all", "branch"]
@@ -108,6 +108,11 @@ class CutNetwork:
         self._crossings: dict[str, tuple[Crossing, ...]] = {}
         with torch.no_grad():
             expected = network(self._example)
+            if not isinstance(expected, Tensor):
+                raise ValueError(
+                    f"{architecture_name(network)} returns a {type(expected).__name__}; expected one tensor, so wrap "
+                    "the network in a module that returns it."
+                )
             values = self.values(self._example)
             for site in self.sites:
                 if not torch.allclose(self._cuts.uppers[site](values[site]), expected, rtol=0, atol=0, equal_nan=True):
@@ -141,8 +146,8 @@ class CutNetwork:
         """
         upper = self._cuts.uppers[site]
         shared: dict[int, Any] = {} if own_parameters else {id(p): p for p in upper.parameters()}
-        copied: nn.Module = copy.deepcopy(upper, shared)
-        return copied.requires_grad_(True) if own_parameters else copied
+        found = copied(upper, shared)
+        return found.requires_grad_(True) if own_parameters else found
 
     def crossings(self, site: str) -> tuple[Crossing, ...]:
         """Return the values that cross a cut, the site's activation first, with the symmetry's action on each."""
@@ -311,6 +316,7 @@ class StitchedNetwork(nn.Module):
         for module in self.maps:
             if not isinstance(module, StitchingMap):
                 raise TypeError(f"A family must make a StitchingMap from a Port, got {type(module).__name__}.")
+        self.maps.to(next((p.dtype for p in target.network.parameters() if p.is_floating_point()), None))
         # The positions that values are averaged to; None if they match those of the top layers.
         self._sizes = [
             crossing.positions if port and _positions(shape, port.axis) != crossing.positions else None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_sym.networks.modes import evaluating, plain_cdist
+from lightning_sym.networks.modes import attributes_kept, evaluating, plain_cdist
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.exchanges import missing_exchange
 from lightning_sym.symmetry.jacobians import has_its_derivative, jacobian_at, moves_outputs
@@ -25,7 +25,7 @@ from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
 from lightning_sym.symmetry.tangents import tangents_at
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
+from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 
 # Networks with more parameters, or more intermediate numbers for all rows, are not measured.

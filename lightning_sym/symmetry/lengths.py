@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_sym.networks.modes import containers_kept
 from lightning_sym.symmetry.proof import double, noisy, outputs_of, runs
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture, containers_kept
+from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.nodes import argument, shape_of
 from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
 

@@ -14,16 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sym._checks import must_be_finite
 from lightning_sym._distributed import on_device_of
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import attributes_kept, containers_kept, evaluating
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.double_precision import in_double_precision
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factors
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import (
-    attributes_kept,
     constant_names,
-    containers_kept,
     copied,
     first_names,
     share_memory,

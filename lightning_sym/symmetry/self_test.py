@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_sym.networks.modes import evaluating
+from lightning_sym.networks.modes import attributes_kept, evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.completeness import measure
 from lightning_sym.symmetry.described import listed
@@ -26,7 +26,7 @@ from lightning_sym.symmetry.proof import (
     tolerance_of,
 )
 from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture, attributes_kept
+from lightning_sym.symmetry.tracing.capture import Capture
 from lightning_sym.symmetry.tracing.masks import mark_masked_softmaxes
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.

@@ -1,5 +1,6 @@
 """Helpers of tasks on the members of a zoo: pairs, example inputs, and checks of the data."""
 
+import shlex
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -197,8 +198,8 @@ def require_two(zoo: ModelZoo, what: str) -> None:
     """
     if len(zoo) < 2:
         raise ValueError(
-            f"{what} needs two members or more, and the zoo at {zoo.path} has only member {zoo.numbers[0]}; "
-            f"train further ones into it (--model.seed {zoo.numbers[0] + 1} and --zoo_dir {zoo.path})."
+            f"{what} needs two members or more, and the zoo at {zoo.path} has only member {zoo.numbers[0]}; train "
+            f"further ones into it (--model.seed {zoo.numbers[0] + 1} and --zoo_dir {shlex.quote(str(zoo.path))})."
         )
 
 

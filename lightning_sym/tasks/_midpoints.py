@@ -1,6 +1,5 @@
 """Trainable parametrisations for matching: latent networks, coordinates of the group, maps outside of it."""
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_sym.population import LoopPopulation
 from lightning_sym.stitching import sinkhorn
 from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
+from lightning_sym.symmetry.tracing.capture import copied
 
 
 class Trained(nn.Module):
@@ -60,7 +60,7 @@ class LatentNetwork(Trained):
 
     def __init__(self, network: Network) -> None:
         super().__init__()
-        self.network = copy.deepcopy(network).requires_grad_()
+        self.network = copied(network).requires_grad_()
 
     def trained(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         latent = dict(self.network.named_parameters())
@@ -179,7 +179,7 @@ class MidpointPopulation(LoopPopulation):
         self.places = dict.fromkeys(self.numbers, 0.5)
         self.keep_function = keep_function
         self._changes: dict[int, Tensor] = {}
-        runner = _batch_statistics(copy.deepcopy(members[0][0]))
+        runner = _batch_statistics(copied(members[0][0]))
         self._frozen = [(a, b) for a, b, _ in members], runner  # in a tuple: not registered
 
     def trained(self, number: int) -> Trained:

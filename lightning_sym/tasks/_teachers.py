@@ -1,12 +1,12 @@
 """Sources of a teacher: a seed, numbers, a member of a zoo, or a file of weights."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from lightning_sym.networks import Network, architecture_name
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.weights import fit_weights, read_weights
 from lightning_sym.zoo import ModelZoo
 
@@ -93,7 +93,7 @@ def load_teacher(
         if isinstance(teacher, int):
             found = drawn(network, teacher)
         else:
-            found = copy.deepcopy(network)
+            found = copied(network)
             if isinstance(teacher, str):
                 found.load_state_dict(fit_weights(read_weights(teacher), found, source=teacher))
             else:

@@ -1,6 +1,5 @@
 """Curves of low loss between the members of a zoo, all of them trained in one fit."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, product
@@ -19,6 +18,7 @@ from lightning_sym.landscape import weight_vector
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError, batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry import ActivationMoments, activation_matching, weight_matching
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks._members import Pair, PairTask, pair_name
 from lightning_sym.tasks.metrics import PopulationLoss
 from lightning_sym.zoo import ModelZoo
@@ -291,7 +291,7 @@ class CurveTask(PairTask):
     def _networks_at(self, number: int, places: Iterable[float]) -> list[dict[str, Tensor]]:
         """Compute parameters and buffers at points of a curve, with batch norms recomputed."""
         assert isinstance(self.dtype, torch.dtype)
-        network = copy.deepcopy(self._runner).to(self.trainer.strategy.root_device, self.dtype)
+        network = copied(self._runner).to(self.trainer.strategy.root_device, self.dtype)
         write, found = self.curve(number).writer(network), []
         most = int(self.trainer.fast_dev_run) or self.recalibration_batches  # type: ignore[attr-defined]
         for place in places:

@@ -1,6 +1,5 @@
 """Looking for other weights that compute the same function as a given network."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lightning_sym._random import derive_seed, generator
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import Population
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks._members import given_network
 from lightning_sym.tasks._relu_lines import ReluLinePopulation
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher
@@ -562,7 +562,7 @@ class EquivalenceTask(PopulationTask):
 
     def copy_of_teacher(self) -> Network:
         """Return a copy that may be changed, in evaluation mode."""
-        return copy.deepcopy(self.teacher).eval()
+        return copied(self.teacher).eval()
 
     def sample_inputs(self) -> Iterator[Tensor]:
         """Yield the inputs that the threshold is on, in batches, in the precision of the fit."""

@@ -1,6 +1,5 @@
 """Matching the members of a zoo: the symmetry of one network that makes it most like another."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from lightning_sym.networks import Network
 from lightning_sym.population import Population
 from lightning_sym.symmetry import ActivationMoments, Element, activation_matching, weight_matching
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
+from lightning_sym.symmetry.tracing.capture import copied
 from lightning_sym.tasks._members import Pair, PairTask, pair_name
 from lightning_sym.tasks._midpoints import MidpointPopulation, element_of, element_tensors
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss
@@ -198,7 +198,7 @@ class MatchingTask(PairTask):
 
     def _moved(self, pair: Pair, element: Element | None) -> Network:
         second = self.member(pair[1])
-        moved = copy.deepcopy(second) if element is None else self.symmetry.act(element, second)
+        moved = copied(second) if element is None else self.symmetry.act(element, second)
         assert isinstance(moved, Network)
         return moved
 

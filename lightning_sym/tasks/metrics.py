@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
+from lightning_sym.networks.modes import for_loss
 from lightning_sym.population import Loss
 
 
@@ -103,7 +104,7 @@ def _add(total: Tensor, rows: Tensor, values: Tensor | int) -> None:
 def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
     """Compute a loss; an error names the shapes, as the check before training evaluates first."""
     try:
-        found: Any = loss(outputs, targets)
+        found: Any = loss(*for_loss((outputs, targets)))
         if not isinstance(found, Tensor) or found.ndim:
             got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"The loss of a batch must be a tensor with one number, got {got}; return its mean.")
@@ -141,7 +142,7 @@ class PopulationClassification(PopulationLoss):
         self.add_state("correct", torch.zeros(members, dtype=torch.int64), dist_reduce_fx="sum")
         self.num_classes = num_classes if num_classes is not None and num_classes <= _LARGEST_CONFUSION else None
         if self.num_classes is not None:
-            zeros = torch.zeros(self.num_classes, self.num_classes, dtype=torch.int64)
+            zeros = torch.zeros(self.num_classes, self.num_classes + 1, dtype=torch.int64)  # last: outputs beyond K
             self.add_state("confusion", zeros, dist_reduce_fx="sum")
 
     def update(self, rows: Tensor, outputs: Tensor, targets: Tensor) -> None:
@@ -151,8 +152,19 @@ class PopulationClassification(PopulationLoss):
             rows: Which members the logits are of. Shape ``[m]``, int64.
             outputs: Logits. Shape ``[m, B, K]``.
             targets: Labels. Shape ``[B]``, int64.
+
+        Raises:
+            ValueError: If outputs are no logits, or there is none for a label.
         """
+        if not isinstance(outputs, Tensor) or outputs.ndim != 3:
+            got = f"shape {list(outputs.shape[1:])}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            raise ValueError(f"The cross-entropy takes logits of shape [B, K], and the network returns {got}.")
         members, size, classes = outputs.shape
+        if size and (largest := int(targets.max())) >= classes:
+            raise ValueError(
+                f"The network has {classes} outputs, and the data have class number {largest}; give the network "
+                f"{largest + 1} outputs, or number the classes from 0."
+            )
         predicted = outputs.argmax(2)
         repeated = targets.expand(members, size)
         losses = F.cross_entropy(outputs.flatten(0, 1).double(), repeated.reshape(-1), reduction="none")
@@ -160,8 +172,9 @@ class PopulationClassification(PopulationLoss):
         _add(self.loss_sum, rows, losses.view(members, size).sum(1))
         _add(self.count, rows, size)
         if self.num_classes is not None:
-            cells = (repeated * classes + predicted).flatten()
-            self.confusion += torch.bincount(cells, minlength=classes * classes).view(classes, classes)
+            known = self.num_classes
+            cells = (repeated * (known + 1) + predicted.clamp(max=known)).flatten()
+            self.confusion += torch.bincount(cells, minlength=known * (known + 1)).view(known, known + 1)
 
     def add_step(self, rows: Tensor, losses: Tensor, sizes: int | Tensor, outputs: Any, targets: Any) -> None:
         """Add the results of a training step; targets may also be probabilities of classes."""
@@ -174,10 +187,10 @@ class PopulationClassification(PopulationLoss):
         """Return ``accuracy`` and ``loss``, shape ``[M]``, NaN for members that saw nothing; ``confusion``.
 
         ``confusion[i, j]`` is the fraction of images of class ``i`` that are taken for class ``j``, averaged over
-        members. Rows of classes that did not occur are 0.
+        members. Rows of classes that did not occur are 0, others sum to 1 less the outputs beyond the classes.
         """
         result = {"accuracy": self.correct.double() / self.count.double(), **super().compute()}
         if self.num_classes is not None:
             rows = self.confusion.sum(1, keepdim=True).clamp(min=1)
-            result["confusion"] = self.confusion.double() / rows
+            result["confusion"] = self.confusion[:, :-1].double() / rows
         return result

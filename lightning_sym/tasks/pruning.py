@@ -22,7 +22,6 @@ from lightning_sym.landscape.pruning import (
 )
 from lightning_sym.landscape.units import RemovableUnits, Removed, removable_units
 from lightning_sym.networks import Network, recalibrate_batch_norm
-from lightning_sym.networks.batch_norm import EqualBatches
 from lightning_sym.networks.narrowing import Axis
 from lightning_sym.population import LoopPopulation, Population
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -314,7 +313,7 @@ class RashomonPruning(ZooUserTask):
         return mean_loss(network, self._batches(split), loss)
 
     def _train_loss(self, network: nn.Module) -> float:
-        recalibrate_batch_norm(network, lambda: EqualBatches(self._batches("train")))
+        recalibrate_batch_norm(network, lambda: self._batches("train"))
         return self._measured(network, "train")[0]
 
     def _on_test(self, network: nn.Module) -> dict[str, float]:

@@ -253,8 +253,10 @@ class ZooTask(PopulationTask):
         return getattr(getattr(self.trainer, "datamodule", None), "num_classes", None)
 
     def on_train_start(self) -> None:
-        """Check that the best weights can be told."""
+        """Check that there are weights to train, and that the best ones can be told."""
         super().on_train_start()
+        if hasattr(self, "nothing") and self.population.numbers:
+            warnings.warn("No parameter of the network requires gradients, so that nothing is trained.", stacklevel=2)
         self._split_metrics = None
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

@@ -211,6 +211,17 @@ def test_members_that_a_vectorised_call_would_run_alike_are_refused(kind, says):
     assert len(alone) == 3
 
 
+def parametrised(number):
+    torch.manual_seed(number)
+    return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_parametrised_members_run_together_as_alone():
+    together, alone = (kind(parametrised, (0, 1)) for kind in KINDS)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(together(x), alone(x), rtol=0, atol=1e-6)
+
+
 def test_members_are_modules_that_share_no_trained_tensor():
     one = nn.Linear(2, 3)
     assert_refused(lambda: LoopPopulation(lambda number: one, (0, 1)), says="Members 0 and 1 train one tensor, weight,")

@@ -87,6 +87,23 @@ def test_bad_sites_are_said():
     assert_refused(cut, Unsteady, (4,), says="Unsteady cut at 'activation' does not reproduce its output")
 
 
+class Pair(Dropping):
+    """Returns its hidden layer, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), x
+
+
+def test_networks_with_several_outputs_are_refused_and_maps_have_the_networks_precision():
+    assert_refused(lambda: cut(Pair, (4,)), says="Pair returns a tuple; expected one tensor")
+    network = Dropping().fresh(0).double()
+    stitch = CutNetwork(network, example=torch.rand(2, 4).double())
+    x = torch.rand(5, 4).double()
+    found = StitchedNetwork(stitch, stitch, "activation", family="identity").eval()(x)
+    torch.testing.assert_close(found, network(x), rtol=0, atol=1e-14)
+    assert StitchedNetwork(stitch, stitch, "activation", family="full")(x).dtype == torch.float64
+
+
 def test_crossings_say_what_crosses():
     source = resnet()
     (single,), pair = source.crossings("activation"), source.crossings("blocks.3.activation1")

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,11 +27,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.base import Cuts
+from lightning_sym.networks.modes import attributes_kept
 from lightning_sym.symmetry.charts import Chart, Piece
 from lightning_sym.symmetry.tracing.calls import Call, OutputError, misspelt, tensors_of
 from lightning_sym.symmetry.tracing.folding import Folding
 from lightning_sym.symmetry.tracing.recurrent import decompositions
 
+M = TypeVar("M", bound=nn.Module)
 _PLAIN = (bool, int, float, str, type(None))  # attributes of modules that hold no tensors
 _OF_MODULES = {*vars(nn.Module())} - {"_buffers"}  # nor do these, beyond the leaves that parameters are
 # Leaf modules run as one operation, so that rules for module classes apply to them. The operation looks up its result
@@ -257,7 +259,7 @@ def constant_names(network: nn.Module, names: Mapping[str, str] | None = None) -
     return set(names.values()) - {name for place, name in names.items() if place not in unsaved}
 
 
-def share_memory(network: nn.Module, names: Mapping[str, str]) -> nn.Module:
+def share_memory(network: M, names: Mapping[str, str]) -> M:
     """Make places share one tensor, in place.
 
     Args:
@@ -284,7 +286,7 @@ def _held_by(network: nn.Module, made: dict[int, Any]) -> str:
     return ""
 
 
-def copied(network: nn.Module, made: dict[int, Any] | None = None) -> nn.Module:
+def copied(network: M, made: dict[int, Any] | None = None) -> M:
     """Return a deep copy of a network that preserves shared memory.
 
     Args:
@@ -342,35 +344,6 @@ def without_log() -> contextlib.AbstractContextManager[None]:
 def _is_causal_as_given(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
     """Make torch's transformer layers apply a mask without reading its values to detect a causal mask."""
     return is_causal is True
-
-
-@contextlib.contextmanager
-def attributes_kept(network: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules after the block, including containers."""
-    kept = {module: dict(vars(module)) for module in network.modules()}
-    try:
-        with containers_kept(network):
-            yield
-    finally:
-        for module, attributes in kept.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
-@contextlib.contextmanager
-def containers_kept(network: nn.Module) -> Iterator[None]:
-    """Restore the dictionaries and lists that modules fill during a forward pass (LeViT: biases by resolution)."""
-    caches = [held for module in network.modules() for held in vars(module).values() if type(held) in (dict, list)]
-    before = [held.copy() for held in caches]
-    try:
-        yield
-    finally:
-        for held, content in zip(caches, before, strict=True):
-            held.clear()
-            if isinstance(held, dict):
-                held.update(content)
-            else:
-                held.extend(content)
 
 
 @contextlib.contextmanager

@@ -263,5 +263,10 @@ def test_fits_that_cannot_be_an_ensemble_are_refused(tmp_path):
     assert_refused(
         fit_plain, tmp_path, FastGeometricEnsemble(), loaders=DataLoader(Endless(), 4), says="data to score on"
     )
+    values, rates = DataLoader(TensorDataset(torch.rand(8, 1, 8, 8), torch.rand(8))), Rates()
+    says = "needs classifiers with logits"
+    settings = {"loaders": values, "num_sanity_val_steps": 0}
+    assert_refused(fit_plain, tmp_path, FastGeometricEnsemble(), rates, **settings, says=says)
+    assert not rates.rates  # before training
     squares = ZooTask(MultiLayerPerceptron(image_size=8), loss=F.mse_loss)
     assert_refused(fit, squares, digits(), FastGeometricEnsemble(), says="scores classifiers")

@@ -173,6 +173,15 @@ class Endless(IterableDataset):
         return iter([(torch.zeros(1, 8, 8), 0)] * 8)
 
 
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 8), nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x.flatten(1))))
+
+
 @pytest.mark.parametrize(
     ("monitor", "task", "data", "error", "says"),
     [
@@ -180,6 +189,7 @@ class Endless(IterableDataset):
         ({"sites": ["act"], "measures": ["group"]}, lambda: plain(branching()), digits, ValueError,
          "the measure group compares up to the network's own symmetry, and"),
         ({}, lambda: plain(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), digits, ValueError, "name the sites"),
+        ({}, lambda: plain(Functional()), digits, ValueError, "modules such as 'first', 'second'"),
         ({"reference": "nowhere"}, zoo, digits, FileNotFoundError, "There is no reference nowhere; expected a zoo's"),
         ({"reference": MultiLayerPerceptron(widths=(4,), image_size=8)}, zoo, digits, ValueError,
          "the reference has 1 sites, activation1, and there are 2"),

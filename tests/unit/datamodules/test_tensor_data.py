@@ -159,7 +159,7 @@ def test_files_data_sets_and_subclasses_give_the_same_data(tmp_path):
     np.savez(tmp_path / "c.npz", x=SPECTRA.numpy(), targets=LABELS.numpy())
     expected = data().identity()
     for name in ("a.pt", "b.safetensors", "c.npz"):
-        assert TensorDataModule(str(tmp_path / name), batch_size=8).identity() == expected  # wherever the file lies
+        assert TensorDataModule(tmp_path / name, batch_size=8).identity() == expected  # wherever the file lies
     others = [
         DatasetDataModule(TensorDataset(SPECTRA, LABELS), batch_size=8),
         DatasetDataModule(Points(), batch_size=8),
@@ -252,6 +252,15 @@ def test_unused_class_numbers_are_reported_and_a_part_of_the_data_has_the_output
     assert data(inputs=tokens, targets=2 * tokens).num_classes == 125  # a vocabulary
     classes = torch.arange(60) % 20
     assert data(targets=classes, max_samples=4, batch_size=2).num_classes == data(targets=classes).num_classes == 20
+
+
+def test_the_first_inputs_of_sorted_data_lack_classes():
+    inputs, targets = torch.randn(60, 3), torch.arange(60) // 20
+    with pytest.warns(UserWarning, match="which are of 1 of 3 classes; shuffle"):
+        TensorDataModule((inputs, targets), (inputs, targets), (inputs, targets), batch_size=4, max_samples=10)
+    with pytest.warns(UserWarning, match="which are of 2 of 3 classes; shuffle"):
+        TensorDataModule((inputs, targets), (inputs, targets), (inputs, targets), batch_size=4, max_samples=30)
+    TensorDataModule((inputs, targets), batch_size=4, max_samples=30)  # is shuffled to hold out data
 
 
 def test_images_of_pil_have_their_channels_first_and_a_column_of_classes_becomes_a_row():

@@ -8,6 +8,7 @@ from helpers import assert_refused
 from test_equivalence_figures import drawn, labels
 
 from lightning_sym.figures import Chart, Marks, Panel
+from lightning_sym.figures._room import separate
 
 PLACES = ["relu1", "relu2", "relu3"]
 
@@ -194,6 +195,21 @@ def test_values_of_bars_are_beside_their_error_bars(flat):
     (axes,) = drawn(chart(marks, flat=flat).draw(table)).axes
     ends = [text.xy[0 if flat else 1] for text in axes.texts]
     assert ends == [5.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("points", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_values_of_bars_are_inside_the_axes_and_beyond_the_dots(flat, points):
+    table = rows(site=PLACES, kind="group", y=[30.0, 1.0, 2.0], low=[29.0, 1, 2], high=[31.0, 1, 2])
+    marks = Marks("y", "site", ["kind"], "bars", error=[("low", "high")], values=".7g")
+    dots = Marks("y", "site", ["kind"], "dots", factor=1.5)
+    panel = chart(marks, dots, flat=flat, points=points and not flat)
+    (axes,) = (figure := panel.draw(table)).axes
+    separate(figure)
+    place = 0 if flat else 1
+    assert [text.xy[place] for text in axes.texts] == [45.0, 1.5, 3.0]
+    inside = axes.get_window_extent().get_points()[1, place]
+    assert all(text.get_window_extent().get_points()[1, place] < inside for text in axes.texts)
 
 
 def test_swapped_axes_have_bars_dots_and_intervals():

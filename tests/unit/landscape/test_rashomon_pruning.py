@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from helpers import randomize_statistics, refused
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.datamodules import DigitsDataModule
@@ -156,3 +157,10 @@ def nothing():
 )
 def test_what_cannot_be_pruned_is_refused(refusal):
     refusal()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_loss_of_half_precision_has_more_than_two_digits(dtype):
+    network, inputs, labels = nn.Linear(3, 4).to(dtype), torch.randn(9, 3).to(dtype), torch.arange(9) % 4
+    expected = F.cross_entropy(network(inputs).double(), labels)
+    assert mean_loss(network, [(inputs, labels)], F.cross_entropy)[0] == pytest.approx(expected.item(), rel=1e-6)

@@ -102,6 +102,7 @@ def embedded(rows=9, width=3, value=0.0, **options):
         (lambda: surface(nn.Linear(1, 1), targets=LINE, method="closed_form"), "needs a MultiLayerPerceptron"),
         (lambda: surface(loss="mse"), "loss must be 'squared_distance' or a function"),
         (lambda: surface(loss=lambda o, t: o.sum()), r"loss must return the loss of each input, \[G, N\]"),
+        (lambda: surface(loss=lambda o, t: o @ o), r"loss must return the loss of each input, \[G, N\].*got an error"),
         (lambda: surface(chunk=0), "chunk must be an integer >= 1"),
         (lambda: surface(dtype=torch.long), "dtype must be a floating dtype"),
         (lambda: surface(nn.Linear(1, 1)), r"shape of the outputs, \[21, 1, 1, 1\]"),

@@ -252,3 +252,22 @@ def test_merged_is_the_method_at_the_values_of_the_tensor(method):
     assert torch.equal(made.merged(name, tensors, origin, LLAMA), expected)
     if ramps or shared:
         assert not torch.equal(made.merged("lm_head.weight", tensors, origin, LLAMA), expected)
+
+
+@pytest.mark.parametrize("weight", [torch.tensor([0.5, 1.5]), np.array([0.5, 1.5], np.float32), [np.float32(0.5), 1.5]])
+def test_settings_may_be_numbers_of_other_libraries(weight):
+    found = merge_tensors("linear", [torch.ones(2), torch.zeros(2)], weight=weight)
+    torch.testing.assert_close(found, torch.full((2,), 0.25), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("models", "says"),
+    [
+        ([torch.nn.Linear(2, 2)] * 2, "model 0 is a Linear; pass state dicts"),
+        ([{"state_dict": {"w": torch.zeros(2)}, "epoch": 3}] * 2, "state_dict of model 0 is a dict, and no tensor"),
+        ([torch.tensor([1.0, math.nan])] * 2, "must be finite"),
+    ],
+)
+def test_what_is_no_state_dict_is_named(models, says):
+    with pytest.raises(ValueError, match=says):
+        merge_tensors("linear", models)

@@ -53,6 +53,7 @@ def test_a_summary_names_files_and_places():
     for word in ("0.1235", "a note", "table run/results/steps.csv", "zoo else/zoo", "tensorboard --logdir run"):
         assert word in text
     assert "what" not in printed(lambda console: RunResults([]).show(console, Path("a"), Path("b")))
+    assert "tensorboard --logdir 'my runs'" in printed(lambda console: found.show(console, Path("a"), Path("my runs")))
 
 
 def shown(show, width=80):
@@ -90,7 +91,7 @@ def test_names_with_brackets_and_paths_are_printed_as_they_are():
     rows = [{"na[i]me": "run[red]", "value": "[/tmp]"}]
     results = RunResults([ResultTable("t", "of [b]", rows)], places={"table": Path("out[bold]", "t.csv")})
     text = printed(lambda console: results.show(console, Path("[i]a"), Path("[i]b")))
-    for name in ("na[i]me", "run[red]", "[/tmp]", "of [b]", "out[bold]/t.csv", "--logdir [i]b"):
+    for name in ("na[i]me", "run[red]", "[/tmp]", "of [b]", "out[bold]/t.csv", "--logdir '[i]b'"):
         assert name in text
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     console.print(text_table("", ["a"], [[bold("b[i]")], ["c"]]))

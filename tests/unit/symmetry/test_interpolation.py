@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sym.connectivity import Barrier, average, barrier, interpolate
+from lightning_sym.connectivity import Barrier, Curve, average, barrier, curve_barriers, interpolate
 from lightning_sym.connectivity.interpolation import curve_losses
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, recalibrate_batch_norm
 
@@ -357,3 +357,44 @@ def test_networks_on_two_devices():
     found = barrier(myrtle(0).cuda(), myrtle(1), data, points=3)
     torch.testing.assert_close(found.loss, expected.loss, atol=1e-10, rtol=1e-10)
     assert torch.equal(found.accuracy, expected.accuracy)
+
+
+# ---- data of a user
+
+
+def uneven(count, *, shuffle=False, drop_last=False):
+    """Return a loader of 22 samples, the last of which are another number."""
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(22, 3), torch.arange(22) % 4)
+    return DataLoader(data, count, shuffle=shuffle, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_of_half_precision_have_more_than_two_digits(dtype):
+    a, b = (nn.Linear(3, 4).to(dtype) for _ in range(2))
+    x, y = torch.randn(16, 3).to(dtype), torch.arange(16) % 4
+    found = barrier(a, b, [(x[:5], y[:5]), (x[5:], y[5:])], points=2)  # a warning of unequal weights would fail
+    for network, loss in zip((a, b), found.loss, strict=True):
+        expected = F.cross_entropy(network(x).double(), y)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_data_that_change_from_point_to_point_are_noticed():
+    a, b = nn.Linear(3, 4), nn.Linear(3, 4)
+    with pytest.warns(UserWarning, match="data change from point to point"):
+        barrier(a, b, uneven(4, shuffle=True, drop_last=True), points=3)
+    barrier(a, b, uneven(4, shuffle=True), points=3)
+
+
+def test_a_short_last_batch_has_no_part_in_statistics():
+    """Of 22 samples in batches of 7 the last one is alone, which torch refuses; in batches of 10 there are two."""
+    nets = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in range(2)]
+    for count in (7, 10):
+        found = barrier(*nets, uneven(count), points=3)
+        whole = barrier(*nets, uneven(count), points=3, recalibration_data=uneven(count, drop_last=True))
+        torch.testing.assert_close(found.loss, whole.loss, rtol=0, atol=0)
+
+
+def test_without_splits_there_is_nothing_to_measure():
+    with pytest.raises(ValueError, match="splits must have at least one split, got none"):
+        curve_barriers(Curve(torch.zeros(2, 16)), nn.Linear(3, 4), {})

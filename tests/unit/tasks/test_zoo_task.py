@@ -29,6 +29,10 @@ def perceptron() -> MultiLayerPerceptron:
     return MultiLayerPerceptron(widths=(12,), image_size=8)
 
 
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_(False)
+
+
 def myrtle() -> MyrtleCNN:
     return MyrtleCNN(width=2, in_channels=1, image_size=8)
 
@@ -224,6 +228,20 @@ def test_metrics_of_members_are_those_of_torchmetrics():
     torch.testing.assert_close(found["accuracy"][rows], theirs, atol=1e-7, rtol=0)  # they divide in float32
     assert counts.sum() == 2 * 37
     assert torch.equal(found["confusion"], counts / counts.sum(1, keepdim=True).clamp(min=1))
+
+
+def test_networks_may_have_more_outputs_than_the_data_have_classes_but_not_fewer():
+    metric, labels = PopulationClassification(1, 2), torch.tensor([0, 1, 1])
+    metric.update(torch.tensor([0]), torch.eye(4)[[0, 1, 3]][None], labels)
+    assert metric.compute()["confusion"].tolist() == [[1.0, 0.0], [0.0, 0.5]]
+    for outputs, says in ((torch.zeros(1, 3, 1), "has 1 outputs, and the data"), ({}, "the network returns a dict")):
+        with pytest.raises(ValueError, match=says):
+            metric.update(torch.tensor([0]), outputs, labels)
+
+
+def test_frozen_networks_are_noticed(tmp_path):
+    with pytest.warns(UserWarning, match="so that nothing is trained"):
+        fit(tmp_path, ZooTask(Network.wrap(frozen), members=1), epochs=1)
 
 
 # ---- which weights are kept
