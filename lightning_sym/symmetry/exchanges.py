@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import sparse
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.base import Symmetry
-from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.jacobians import outputs_at, slopes_of, varied
 from lightning_sym.symmetry.matching.distance import orbit_distance
 from lightning_sym.symmetry.tangents import tangents_at
@@ -221,18 +219,12 @@ def _told_apart(labels: Tensor, slopes: Tensor) -> Tensor:
 def _orbits(entries: "_Entries") -> Tensor:
     """Number the orbits of entries under permutations of the group, and those of units that matrices mix."""
     symmetry, generator = entries.symmetry, torch.Generator().manual_seed(3)
-    factor, structure = symmetry.factors["permutation"], symmetry.structure
     numbers, places = torch.rand(len(entries.sizes), dtype=torch.float64, generator=generator).add(0.5).sort()
     values = torch.empty_like(numbers).index_copy(0, places, numbers)
     state = {name: torch.zeros_like(own) for name, own in state_tensors(entries.network).items()}
     links = []
     for number in range(_ELEMENTS):
-        order = factor.sample(Draw(generator, cycles=number % 2 == 0))  # one of two blocks exchanges them for sure
-        for mixed in (structure.cell_of, structure.rotation_of):
-            for cell in np.unique(mixed[mixed >= 0]):
-                units = torch.from_numpy(np.flatnonzero(mixed == cell))
-                order[units] = order[units[torch.randperm(len(units), generator=generator)]]
-        element = symmetry.identity().replaced(permutation=order)
+        element = symmetry.exchanging(generator, cycles=number % 2 == 0)  # a random one may leave two blocks in place
         acted = symmetry.act_on(element, state | entries.named(values), shifts=False)
         moved = _flat(acted[name] for name in entries.tensors)
         nearest = torch.searchsorted(numbers, moved - _EQUAL).clamp(max=len(numbers) - 1)
@@ -240,7 +232,7 @@ def _orbits(entries: "_Entries") -> Tensor:
         links.append(torch.stack([found, places[nearest[found]]]))
     rows, columns = torch.cat(links, 1).numpy()
     graph = sparse.coo_matrix((np.ones(len(rows)), (rows, columns)), (len(values), len(values)))
-    return torch.from_numpy(connected_components(graph, directed=False)[1])
+    return torch.from_numpy(sparse.csgraph.connected_components(graph, directed=False)[1])
 
 
 def _apart(labels: Tensor, live: Tensor, orbits: Tensor) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from lightning_sym.symmetry.group.element import Element
@@ -86,6 +87,18 @@ class ElementGroup:
     def drawn(self, draw: Draw) -> Element:
         """Draw a random element with the options of a `Draw`; see :meth:`sample`."""
         return self.factors.sample(self.fingerprint, draw)
+
+    def exchanging(self, generator: torch.Generator, *, cycles: bool) -> Element:
+        """Draw an element that permutes units, also those that matrices mix; all of them in cycles if asked for.
+
+        Of units that several blocks of matrices mix alike, it may permute some in ways of which no element is capable.
+        """
+        order = self.factors["permutation"].sample(Draw(generator, cycles=cycles))
+        for mixed in (self.structure.cell_of, self.structure.rotation_of):
+            for cell in np.unique(mixed[mixed >= 0]):
+                units = torch.from_numpy(np.flatnonzero(mixed == cell))
+                order[units] = order[units[torch.randperm(len(units), generator=generator)]]
+        return self.identity().replaced(permutation=order)
 
     def compose(self, second: Element, first: Element) -> Element:
         """Return the composition that applies `first`, then `second`.

@@ -1,5 +1,6 @@
 """Nesting of units: members of heads, or of rows of heads."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -63,15 +64,16 @@ def heads_with_one_gain(nesting: Nesting, colour: Hashes, fixed: Bools) -> list[
     """
     by_members: dict[tuple[int, ...], list[int]] = {}
     for gain in nesting.shared.tolist():
-        members = nesting.pairs[1, nesting.pairs[0] == gain]
+        members = nesting.pairs[1, slice(*np.searchsorted(nesting.pairs[0], (gain, gain + 1)))]  # pairs rise
         by_members.setdefault(tuple(members.tolist()), []).append(gain)
     heads = [Heads(np.array(gains), np.array(members)) for members, gains in by_members.items()]
     met = np.bincount(flat([own.members for own in heads]), minlength=len(colour))
-    kinds = [tuple(sorted(colour[part].tolist()) for part in own) for own in heads]
+    kinds = [tuple(tuple(sorted(colour[part].tolist())) for part in own) for own in heads]
+    alike = Counter(kinds)
     return [
         own
         for own, kind in zip(heads, kinds, strict=True)
-        if kinds.count(kind) > 1
+        if alike[kind] > 1
         and len({*colour[own.gains].tolist()}) == len(own.gains)
         and not (fixed[flat([*own])].any() or (met[own.members] > 1).any())
     ]
