@@ -69,9 +69,19 @@ def bag(s: Any, tokens: Tensor) -> Tensor:
         (lambda s, x: s.b(torch.relu(s.a(x) + s.p)), {"p": parameter(4)}, vectors(3, 6)),
         (lambda s, x: s.b(s.g * rms(s.a(x))), {"g": parameter(4)}, vectors(3, 6)),
         (heads_with_one_gain, {"g": parameter(2)}, vectors(3, 6)),
+        (lambda s, x: s.b(torch.relu(s.a(x))) @ torch.linalg.inv(s.w), {"w": parameter(2, 2)}, vectors(3, 6)),
         (bag, {"e": of(nn.Embedding, 7, 4), "b": B}, torch.tensor([[0, 6, 2], [1, 1, 5]])),
     ],
-    ids=["permutations", "statistics", "matrices", "translations", "rotations", "heads", "tokens"],
+    ids=[
+        "permutations",
+        "statistics",
+        "matrices",
+        "translations",
+        "rotations",
+        "heads",
+        "no inverse of ones",
+        "tokens",
+    ],
 )
 def test_exchanges_of_the_group_are_not_noted(function: Any, parts: dict[str, Any], example: Tensor) -> None:
     assert not noted(function, example, **parts if "e" in parts else {"a": A, "b": B} | parts)
