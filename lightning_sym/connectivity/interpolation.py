@@ -574,7 +574,8 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
                 sums[1] += (outputs.argmax(1) == labels).sum()
                 sums[2] += size
             sums[3] += size
-            rows = images.reshape(size, -1).abs().float()  # in any order, with any batches, but not mirrored
+            rows = images.reshape(size, -1)
+            rows = (rows if rows.is_complex() else rows.float()).abs()  # in any order and batches, but not mirrored
             sums[4] += (rows * torch.linspace(1, 2, rows.shape[1], device=device)).sum(dtype=sums.dtype)
 
     together(run)

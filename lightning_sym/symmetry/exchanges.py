@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.jacobians import outputs_at, slopes_of, varied
 from lightning_sym.symmetry.matching.distance import orbit_distance
-from lightning_sym.symmetry.tangents import tangents_at
+from lightning_sym.symmetry.tangents import OrbitTangents, tangents_at
 from lightning_sym.symmetry.tracing.calls import Call
 from lightning_sym.symmetry.tracing.capture import constant_names, copied, state_tensors
 
@@ -28,9 +29,9 @@ _SMALL = 1e-4
 # Relative distance of weights from the group's directions and orbits that counts as rounding.
 _SLID = 1e-6
 # Number of random inputs of each length: more where inputs are integers, of which few may occur in one.
-_INPUTS, _TOKENS = 2, 6
-# Maximum number of refinements in turn, and number of these without a new value after which none is expected.
-_ROUNDS, _SETTLED = 12, 2
+_INPUTS, _TOKENS = 1, 4
+# Maximum number of refinements in turn.
+_ROUNDS = 12
 # Maximum numbers of pairs that are tried, and of entries that are told apart for each.
 _PAIRS, _STEPS = 4, 100
 # Number of elements whose permutations give the group's orbits, and of weights at which outputs are compared.
@@ -80,17 +81,23 @@ class _Entries:
     def __init__(self, symmetry: Symmetry, network: nn.Module, calls: Sequence[Call]) -> None:
         self.symmetry, self.network = symmetry, network
         constants, held = constant_names(network), symmetry.structure.charts.held_in
-        every = {name: own.detach() for name, own in state_tensors(network).items() if name not in constants}
-        self.tensors = {name: own.clone() for name, own in every.items() if own.is_floating_point()}
+        known = symmetry.architecture.layout.keys() - constants  # without buffers that a network makes when it runs
+        every = {name: own for name, own in state_tensors(network).items() if name in known}
+        self.tensors = {name: own.detach().clone() for name, own in every.items() if own.is_floating_point()}
         variances = {own for slot in symmetry.structure.slots if slot.kind == "variance" for own in held(slot.tensor)}
         self.positive = _flat([torch.full(own.shape, name in variances) for name, own in self.tensors.items()])
-        sizes = [1 / math.sqrt(own[0].numel() or 1) if own.ndim > 1 and len(own) else 0.7 for own in every.values()]
-        sizes = [size for size, own in zip(sizes, every.values(), strict=True) if own.is_floating_point()]
+        sizes = [
+            1 / math.sqrt(own[0].numel() or 1) if own.ndim > 1 and len(own) else 0.7 for own in self.tensors.values()
+        ]
         parts = zip(sizes, self.tensors.values(), strict=True)
         self.sizes = _flat([torch.full(own.shape, size, dtype=torch.float64) for size, own in parts])
         self.calls, self.generator = [outputs_at(network, call) for call in calls], torch.Generator().manual_seed(6)
         self.renew()
-        self.tangents = tangents_at(symmetry, network)
+
+    @cached_property
+    def tangents(self) -> OrbitTangents:
+        """The tangents of the orbit at the network's weights."""
+        return tangents_at(self.symmetry, self.network)
 
     def renew(self) -> None:
         """Draw other inputs."""
@@ -132,21 +139,19 @@ class _Entries:
             The labels, and a mask of the entries with derivatives, each of this shape; None where values are not
             finite, or the copies turn out to differ.
         """
-        settled = 0
+        count = len(self.outputs(self.named(self.drawn(labels[0]))))
+        sums = torch.randn(count, generator=self.generator, dtype=torch.float64)
         for _ in range(_ROUNDS):
             weights = self.drawn(labels)
-            ends = self.outputs(self.named(weights[0]))
-            sums = torch.randn(ends.shape, generator=self.generator, dtype=torch.float64)
             found = [slopes_of(lambda own, _: self.outputs(own), self.named(own), (), sums) for own in weights]
-            slopes = torch.stack([_flat(own.values()) for own in found if own is not None] or [ends[:0]])
+            slopes = torch.stack([_flat(own.values()) for own in found if own is not None] or [sums[:0]])
             if slopes.shape != labels.shape or not bool(slopes.isfinite().all()):
                 return None
             count, labels = int(labels.max()) + 1, _told_apart(labels, slopes)
             counts = torch.stack([own.bincount(minlength=int(labels.max()) + 1) for own in labels])
             if bool((counts != counts[0]).any()):
                 return None
-            settled = settled + 1 if int(labels.max()) + 1 == count else 0
-            if settled == _SETTLED:
+            if int(labels.max()) + 1 == count:
                 break
         return labels, slopes.abs() > _ZERO * slopes.abs().max()
 
@@ -227,7 +232,8 @@ def _orbits(entries: "_Entries") -> Tensor:
     symmetry, generator = entries.symmetry, torch.Generator().manual_seed(3)
     numbers, places = torch.rand(len(entries.sizes), dtype=torch.float64, generator=generator).add(0.5).sort()
     values = torch.empty_like(numbers).index_copy(0, places, numbers)
-    state = {name: torch.zeros_like(own) for name, own in state_tensors(entries.network).items()}
+    layout = symmetry.architecture.layout
+    state = {name: torch.zeros_like(own) for name, own in state_tensors(entries.network).items() if name in layout}
     links = []
     for number in range(_ELEMENTS):
         element = symmetry.exchanging(generator, cycles=number % 2 == 0)  # a random one may leave two blocks in place

@@ -52,8 +52,8 @@ FREER = ("incoming or outgoing numbers", "nothing reads", "biases could absorb",
 EXCHANGED = {
     "writes: two_units_swapped", "writes: indices_are_an_output", "shared: linear_behind_which_two_norms_stand",
     "shared: two_norms_in_front_of_tanh", "shared: weight_of_a_grouped_and_of_a_plain_convolution",
-    "parts: selected_paths", "queries, keys, values in an array: head_in_part",
-    "mean and variance of members: loop", "mean and variance of members: stacks", "grouped"}  # fmt: skip
+    "parts: selected_paths", "grouped", "mean and variance of members: loop",
+    "mean and variance of members: stacks"}  # fmt: skip
 # Where such a note is wrong.
 ALARMS: dict[str, str] = {}
 WIDE = FREER[0]  # then matrices of the group may change nothing

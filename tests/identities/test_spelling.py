@@ -41,7 +41,6 @@ SHORT: dict[str, Collection[str]] = {
     "scores of places": EVERY,  # both factors read x: one may change by M times the other, with an antisymmetric M
     "relative keys": {"batches of positions"},  # axes of heads and of samples as one
     "positions": {"lookup"},
-    "queries, keys, values in an array": {"head_in_part"},  # whole, without the permutations of heads
     "attention, learned biases": {"embedding"},
     "latents behind a norm": {"by hand", "by hand, widened"},
 }

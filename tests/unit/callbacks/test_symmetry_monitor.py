@@ -150,7 +150,7 @@ def with_example(example) -> Other:
     [
         (Other, {}, loader, ['network="network")', 'attribute; set network to its path: network="parts", network="" ']),
         (lambda: Plain(sequential()), {"network": "lr"}, loader, "Plain has a float there, not an nn.Module"),
-        (Other, {"network": "parts.body"}, dictionaries, "a batch that is a dict; set example_input_array in Other.__"),
+        (Other, {"network": "parts.body"}, dictionaries, "a batch is a dict; set example_input_array in Other.__"),
         (lambda: with_example({"x": torch.zeros(1, 4)}), {"network": "parts.body"}, loader,
          "example_input_array of Other is a dict; make it a tensor or a tuple"),
         (lambda: Plain(branching()), {}, loader, "the network cannot be traced"),
