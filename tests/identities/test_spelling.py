@@ -43,6 +43,7 @@ SHORT: dict[str, Collection[str]] = {
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
     "latents behind a norm": {"by hand", "by hand, widened"},
+    "weights of learned vectors": {"loop"},  # whole; translations of pieces have another name
 }
 
 
