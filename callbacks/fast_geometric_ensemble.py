@@ -175,7 +175,7 @@ class FastGeometricEnsemble(RunReport):
                 "DataLoaders of data sets with indices for training and validation, or a datamodule of "
                 "lightning_sym.datamodules."
             )
-        if not has_members(pl_module):  # what the end would refuse is refused now
+        if not has_members(pl_module):  # errors come now instead of after training
             network = network_of(self, pl_module, self.network)
             with isolate_rng(), trainer.precision_plugin.forward_context():
                 for batches in splits.values():

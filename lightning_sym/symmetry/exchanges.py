@@ -28,13 +28,13 @@ _EQUAL, _ZERO = 1e-9, 1e-12
 _SMALL = 1e-4
 # Relative distance of weights from the group's directions and orbits that counts as rounding.
 _SLID = 1e-6
-# Number of random inputs of each length: more where inputs are integers, of which few may occur in one.
+# Numbers of random inputs of each length, and of those with integers: one input holds few of them.
 _INPUTS, _TOKENS = 1, 4
 # Maximum number of refinements in turn.
 _ROUNDS = 12
 # Maximum numbers of pairs that are tried, and of entries that are told apart for each.
 _PAIRS, _STEPS = 4, 100
-# Number of elements whose permutations give the group's orbits, and of weights at which outputs are compared.
+# Numbers of permutations that are drawn to find the group's orbits, and of weights at which outputs are compared.
 _ELEMENTS, _WEIGHTS = 8, 3
 
 
@@ -236,7 +236,7 @@ def _orbits(entries: "_Entries") -> Tensor:
     state = {name: torch.zeros_like(own) for name, own in state_tensors(entries.network).items() if name in layout}
     links = []
     for number in range(_ELEMENTS):
-        element = symmetry.exchanging(generator, cycles=number % 2 == 0)  # a random one may leave two blocks in place
+        element = symmetry._exchanging(generator, cycles=number % 2 == 0)  # a random one may leave two blocks in place
         acted = symmetry.act_on(element, state | entries.named(values), shifts=False)
         moved = _flat(acted[name] for name in entries.tensors)
         nearest = torch.searchsorted(numbers, moved - _EQUAL).clamp(max=len(numbers) - 1)

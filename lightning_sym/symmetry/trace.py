@@ -93,8 +93,8 @@ def trace_symmetry(
             tensors that differ are left out, with a note. A network without weights cannot be tested, as a note says.
             Without the self-test, networks given to the symmetry later are not run either (:meth:`Symmetry.require`).
         nullity: Whether the self-test also measures the nullity of the Jacobian (:attr:`Symmetry.nullity`) of a network
-            with up to 2,000 parameters, which takes up to half a minute. A note then gives the number of dimensions
-            that the group misses (docs/theory/tracing.md, 8.5).
+            with up to 2,000 parameters, which takes up to half a minute. Notes then give the number of dimensions that
+            the group misses, and weights that a permutation outside the group exchanges (docs/theory/tracing.md, 8.5).
         exchange: Whether elements exchange modules with equal operations: experts, heads, members of an ensemble
             (docs/theory/tracing.md, 4). The tensors of such modules are then stacked, and values inside them have no
             names. Otherwise every module keeps its place; modules also do if the self-test finds that such elements do

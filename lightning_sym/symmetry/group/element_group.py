@@ -88,10 +88,10 @@ class ElementGroup:
         """Draw a random element with the options of a `Draw`; see :meth:`sample`."""
         return self.factors.sample(self.fingerprint, draw)
 
-    def exchanging(self, generator: torch.Generator, *, cycles: bool) -> Element:
-        """Draw an element that permutes units, also those that matrices mix; all of them in cycles if asked for.
+    def _exchanging(self, generator: torch.Generator, *, cycles: bool) -> Element:
+        """Draw a permutation that also moves units within matrices; `cycles` lets it move all that it can.
 
-        Of units that several blocks of matrices mix alike, it may permute some in ways of which no element is capable.
+        It may be no element of the group: matrices that act alike on several blocks are permuted one by one.
         """
         order = self.factors["permutation"].sample(Draw(generator, cycles=cycles))
         for mixed in (self.structure.cell_of, self.structure.rotation_of):
