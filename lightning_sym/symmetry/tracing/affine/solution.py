@@ -13,6 +13,7 @@ from lightning_sym.symmetry.tracing.affine.system import Derived, System
 from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights
 from lightning_sym.symmetry.tracing.equations import compress
+from lightning_sym.symmetry.tracing.numbering import Numbers
 
 _NOTHING = 1e-9
 
@@ -20,7 +21,7 @@ _NOTHING = 1e-9
 def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_matrix:
     """Return the matrix of the equations at given weights, from block `begin` on: one column for each unknown."""
     made: dict[Any, Floats] = {}
-    data, columns, lengths = [np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    data, columns, lengths = [np.zeros(0)], [np.zeros(0, np.int32)], [np.zeros(1, np.int32)]
     for numbers, terms in system.unknowns.equations[begin:]:
         values = np.empty(numbers.shape)
         for column, (factor, items) in enumerate(terms):
@@ -34,9 +35,9 @@ def matrix_of(system: System, weights: Weights, begin: int = 0) -> sparse.csr_ma
                 values[:, column] *= own**power
         present = numbers != 0
         data.append(values[present])
-        columns.append(numbers[present])
-        lengths.append(present.sum(1))
-    starts = np.cumsum(np.concatenate(lengths))
+        columns.append(numbers[present].astype(np.int32))
+        lengths.append(present.sum(1, dtype=np.int32))
+    starts = np.cumsum(np.concatenate(lengths), dtype=np.int32)
     shape = (len(starts) - 1, system.unknowns.count)
     return sparse.csr_matrix((np.concatenate(data), np.concatenate(columns), starts), shape)
 
@@ -61,7 +62,7 @@ class Eliminated:
     forms: sparse.csr_matrix
     whole: bool = True
 
-    def narrowed(self, equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> "Eliminated":
+    def narrowed(self, equations: sparse.csr_matrix, zero: Bools, priority: Numbers) -> "Eliminated":
         """Solve further equations for the free unknowns; see :func:`eliminate`."""
         forms, more = self.forms, np.flatnonzero(zero & ~self.zero)
         rows = sparse.vstack([_sum([(equations, forms)], (equations.shape[0], forms.shape[1])), forms[more]]).tocsr()
@@ -80,7 +81,7 @@ class _Elimination:
 
     def __init__(self, zero: Bools, count: int) -> None:
         self.zero, self.count = zero, count
-        self.root, self.factor = np.arange(count), np.ones(count)  # unknowns as multiples of others
+        self.root, self.factor = np.arange(count, dtype=np.int32), np.ones(count)  # unknowns as multiples of others
         self.gone = zero.copy()  # those that are zero, or multiples of others
         self.used: list[Ints] = []
         self.defined_by: list[Ints] = []
@@ -153,26 +154,26 @@ class _Elimination:
 
     def forms(self, free: Ints, order: Ints) -> sparse.csr_matrix:
         """Return the matrix that expresses all unknowns, in some order, by the free ones. Shape (unknowns, free)."""
-        place = np.full(self.count, -1)
-        place[free] = np.arange(len(free))
-        forms = sparse.identity(len(free), format="csr")
+        place, count = np.full(self.count, -1, np.int32), len(free)
+        place[free] = np.arange(count)
+        made = sparse.csr_matrix((0, count))  # the forms of the unknowns that others define
         for defined, definition in reversed(self.definitions):
             definition = self.put_in(definition)
-            here = sparse.csr_matrix(
-                (definition.data, place[definition.indices], definition.indptr), (len(defined), forms.shape[0])
-            )
-            place[defined] = forms.shape[0] + np.arange(len(defined))
-            forms = sparse.vstack([forms, _sum([(here, forms)], (len(defined), len(free)))], format="csr")
+            columns = place[definition.indices]
+            beside = columns >= count
+            rest = _those(definition, ~beside, columns, count)
+            more = _those(definition, beside, columns - count, made.shape[0])
+            place[defined] = count + made.shape[0] + np.arange(len(defined))
+            made = sparse.vstack([made, _sum([(rest, None), (more, made)], rest.shape)], format="csr")
+        # Unknowns that are zero get the empty row at the end.
+        forms = sparse.vstack([sparse.identity(count, format="csr"), made, sparse.csr_matrix((1, count))], format="csr")
         root = self.root[order]
-        there = np.where(self.zero[root], -1, place[root])
-        some = there >= 0
-        lengths, chosen = np.zeros(self.count, np.int64), forms[there[some]]
-        lengths[some] = np.diff(chosen.indptr)
-        data = chosen.data * np.repeat(self.factor[order[some]], lengths[some])
-        return sparse.csr_matrix((data, chosen.indices, np.r_[0, np.cumsum(lengths)]), (self.count, len(free)))
+        result = forms[np.where(self.zero[root], -1, place[root])]
+        result.data *= np.repeat(self.factor[order], np.diff(result.indptr))
+        return result
 
 
-def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> Eliminated:
+def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Numbers) -> Eliminated:
     """Solve homogeneous equations for the unknowns of highest priority.
 
     Args:
@@ -181,8 +182,8 @@ def eliminate(equations: sparse.csr_matrix, zero: Bools, priority: Ints) -> Elim
         priority: An equation defines its unknown of highest priority; unknowns of priority 0 are defined last.
     """
     count = equations.shape[1]
-    order = np.argsort(priority.astype(np.int8), kind="stable")  # from here on, the last unknowns are defined first
-    back = np.empty(count, np.int64)
+    order = np.argsort(priority, kind="stable")  # from here on, the last unknowns are defined first
+    back = np.empty(count, np.int32)
     back[order] = np.arange(count)
     data = equations.data * ~zero[equations.indices]
     rows = sparse.csr_matrix((data, back[equations.indices], equations.indptr.copy()), equations.shape)
@@ -232,6 +233,19 @@ def _sum(
     return result
 
 
+def _those(rows: sparse.csr_matrix, inside: Bools, columns: Ints, count: int) -> sparse.csr_matrix:
+    """Return some entries of a matrix, in other columns.
+
+    Args:
+        rows: The matrix.
+        inside: Mask of its entries.
+        columns: New column of each entry.
+        count: Number of columns.
+    """
+    starts = np.r_[0, np.cumsum(inside)][rows.indptr]
+    return sparse.csr_matrix((rows.data[inside], columns[inside], starts), (rows.shape[0], count))
+
+
 def _widened(rows: sparse.csr_matrix, columns: Ints, count: int) -> sparse.csr_matrix:
     """Return a matrix with its columns among `count` others."""
     return sparse.csr_matrix((rows.data, columns[rows.indices], rows.indptr), (rows.shape[0], count))
@@ -267,10 +281,8 @@ def _defined(rows: sparse.csr_matrix, ids: Ints) -> Any:
     holds = np.logical_or.reduceat(inside, rows.indptr[:-1]) if rows.nnz else np.zeros(0, bool)
     if holds.any():
         some, inside = rows[holds], inside[np.repeat(holds, np.diff(rows.indptr))]
-        number = np.repeat(np.arange(some.shape[0]), np.diff(some.indptr))
-        one, two = (number[inside], place[some.indices[inside]]), (number[~inside], some.indices[~inside])
-        factors = sparse.csr_matrix((some.data[inside], one), (some.shape[0], len(defined)))
-        rest = sparse.csr_matrix((some.data[~inside], two), some.shape)
+        factors = _those(some, inside, place[some.indices], len(defined))
+        rest = _those(some, ~inside, some.indices, some.shape[1])
         rows = sparse.vstack([rows[~holds], _sum([(rest, None), (factors, definition)], some.shape)], format="csr")
         ids = np.concatenate([ids[~holds], ids[holds]])
     return rows, ids, (defined, definition, gone)
@@ -334,7 +346,7 @@ class Solution:
         zero[0] = True
         return zero
 
-    def _priority(self) -> Ints:
+    def _priority(self) -> Numbers:
         """Return the priority of each unknown: equations define their unknowns of highest priority first.
 
         Unknowns that equations constrain to be equal within one array stay free: elements are then no multiples of
@@ -342,7 +354,7 @@ class Solution:
         the gains.
         """
         unknowns = self.system.unknowns
-        priority = np.array([0, 2, 3, 4, 5])[self.kinds]  # for values.DERIVED, ..., FREE
+        priority = np.array([0, 2, 3, 4, 5], np.int8)[self.kinds]  # for values.DERIVED, ..., FREE
         pairs = [np.zeros((0, 2), np.int64)]
         for numbers, terms in unknowns.equations:
             if len(terms) == 2 and not terms[1][1] and terms[1][0] == -1:

@@ -15,6 +15,7 @@ from scipy import sparse
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.arrays import Floats, Ints, rising
+from lightning_sym.symmetry.tracing.numbering import Numbers
 
 Shape = tuple[int, ...]
 
@@ -318,10 +319,10 @@ class Unknowns:
             self.zero = np.r_[self.zero, np.zeros(max(self.count, 4096), bool)]
         return numbers
 
-    def kinds(self) -> Ints:
+    def kinds(self) -> Numbers:
         """Return the kind of each unknown."""
         starts = [start for start, _ in self.blocks] + [self.count]
-        return np.repeat([kind for _, kind in self.blocks], np.diff(starts))
+        return np.repeat(np.array([kind for _, kind in self.blocks], np.int8), np.diff(starts))
 
     def vanish(self, numbers: Tensor | None) -> None:
         """Require that unknowns are zero."""
