@@ -625,9 +625,11 @@ class Located:
         found = self._shared._parts_of_forms
         if id(step) not in found:
             used = np.flatnonzero(step.columns >= 0)
-            forms = self._by_column[:, step.columns[used]].tocsr()
-            rows = np.flatnonzero(np.diff(forms.indptr))
-            found[id(step)] = used, rows, forms[rows], forms[rows].T.tocsr()
+            whole = self._by_column[:, step.columns[used]]
+            rows = rising(whole.indices)
+            places = np.searchsorted(rows, whole.indices)
+            forms = sparse.csc_matrix((whole.data, places, whole.indptr), (len(rows), len(used)))
+            found[id(step)] = used, rows, forms.tocsr(), forms.T
         return found[id(step)]
 
     @cached_property
