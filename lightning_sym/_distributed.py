@@ -31,6 +31,18 @@ def on_device_of(network: nn.Module, inputs: T) -> T:
     return found
 
 
+def inputs_for(network: nn.Module, inputs: T) -> T:
+    """Move all tensors to the device of a network, and convert floating ones to the dtype of its weights.
+
+    A network whose tensors have several floating dtypes converts its inputs itself; they keep theirs.
+    """
+    kinds = {own.dtype for own in chain(network.parameters(), network.buffers()) if own.dtype.is_floating_point}
+    if len(kinds) != 1 or (kind := kinds.pop()).itemsize == 1:
+        return on_device_of(network, inputs)
+    found: T = tree_map_only(Tensor, lambda own: own.to(kind) if own.is_floating_point() else own, inputs)
+    return on_device_of(network, found)
+
+
 def wide(device: torch.device) -> torch.dtype:
     """Return the dtype for sums on a device: float64, or float32 if it has no float64 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -244,6 +244,8 @@ def joined(batches: Iterable[Any], like: Tensor) -> Any:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             found = f"{len(batch)} parts" if isinstance(batch, list | tuple) else f"a {type(batch).__name__}"
             raise ValueError(f"data must be batches of two parts, inputs and targets, got one that is {found}.")
+        if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(tuple(batch))):
+            raise ValueError("data must be batches of tensors with a row for each sample; use a DataLoader.")
         parts.append(tuple(batch))
     if not parts or not len(tree_leaves(parts[0])[0]):
         raise ValueError("data must hold at least one sample, got none.")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._distributed import Batches, device_of, moved, on_device_of, summed, together, wide
+from lightning_sym._distributed import Batches, device_of, inputs_for, summed, together, wide
 from lightning_sym._text import unknown
 from lightning_sym.networks import architecture_name
 from lightning_sym.networks.modes import evaluating
@@ -245,7 +245,7 @@ class RemovableUnits:
 
         def run() -> None:
             for batch in batches:
-                small(moved(batch if isinstance(batch, Tensor) else batch[0], device))
+                small(inputs_for(small, batch if isinstance(batch, Tensor) else batch[0]))
 
         with contextlib.ExitStack() as hooks, torch.no_grad(), evaluating(small):
             for name in names:
@@ -339,7 +339,7 @@ def removable_units(network: nn.Module, example: Any, *, symmetry: Symmetry | No
     Raises:
         ValueError: If no unit can be removed; the message says why.
     """
-    arguments = on_device_of(network, example if isinstance(example, tuple) else (example,))
+    arguments = inputs_for(network, example if isinstance(example, tuple) else (example,))
     symmetry = trace_symmetry(network, arguments, exchange=False) if symmetry is None else symmetry
     units = RemovableUnits(symmetry, network)
     units.check(network, arguments)

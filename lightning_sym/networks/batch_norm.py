@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_sym._checks import check_known
-from lightning_sym._distributed import Batches, device_of, gathered, moved, ranks, summed, together, wide
+from lightning_sym._distributed import Batches, device_of, gathered, inputs_for, ranks, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 
 
@@ -360,15 +360,14 @@ def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batche
 
 
 def _inputs(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
-    """Yield the inputs of every batch on the network's device."""
-    device = device_of(network)
+    """Yield the inputs of every batch on the network's device, in its dtype."""
     for batch in batches:
         images = batch[0] if isinstance(batch, list | tuple) and batch else batch
         if not isinstance(images, Tensor):
             raise ValueError(
                 f"batches must yield tensors, or tuples or lists that begin with one, got {type(batch).__name__}."
             )
-        yield moved(images, device)
+        yield inputs_for(network, images)
 
 
 def _check_some(batches: float) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sym._checks import check_known
-from lightning_sym._distributed import gathered, on_device_of, ranks, wide_device
+from lightning_sym._distributed import gathered, inputs_for, ranks, wide_device
 from lightning_sym.symmetry import Tap
 
 Axes: TypeAlias = int | Sequence[int]
@@ -348,7 +348,7 @@ def _tapped(
     training = {name: module.training for name, module in modules.items()}
     try:
         with torch.no_grad():
-            network.eval()(*on_device_of(network, inputs))
+            network.eval()(*inputs_for(network, inputs))
     finally:
         for handle in handles:
             handle.remove()
