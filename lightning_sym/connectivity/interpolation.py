@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from lightning_sym._checks import check_counts_alike, check_integers, is_finite
+from lightning_sym._checks import check_batches, check_counts_alike, check_integers, check_module, is_finite
 from lightning_sym._distributed import Batches, device_of, inputs_for, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import evaluating, for_loss, loss_of
@@ -498,8 +498,7 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
     """
 
     def parts(network: nn.Module) -> dict[str, str]:
-        if not isinstance(network, nn.Module):
-            raise ValueError(f"Networks must be modules, got a {type(network).__name__}; load weights into a module.")
+        check_module(network)
         found = {
             f"module {name!r}" if name else "whole network": f"a {type(module).__module__}.{type(module).__qualname__}"
             for name, module in network.named_modules(remove_duplicate=False)
@@ -540,8 +539,7 @@ def _floating(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_rereadable(name: str, data: object) -> None:
-    if not isinstance(data, Iterable):
-        raise ValueError(f"{name} must be a list or loader of batches, got {type(data).__name__}.")
+    check_batches(data, name)
     if isinstance(data, Iterator):
         raise ValueError(
             f"{name} is read once for every point, and this iterator can be read only once; pass a list or a loader."

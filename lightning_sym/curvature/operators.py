@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from lightning_sym._checks import check_integers, check_known
+from lightning_sym._checks import check_integers, check_known, check_rows
 from lightning_sym._distributed import gathered, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
@@ -550,12 +550,7 @@ class CurvatureOperator(SymmetricOperator):
 
     def _checked_outputs(self, x: Tensor, *, again: bool) -> Tensor:
         """Return a batch's outputs, checked, and whether they are the same a second time."""
-        one = self.network(x)
-        if not isinstance(one, Tensor) or len(one) != len(x):
-            raise ValueError(
-                f"the network must return one tensor with a row for each of {len(x)} inputs, got "
-                f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
-            )
+        one = check_rows(self.network(x), x)
         if not one.isfinite().all():
             raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
         if again:

@@ -294,7 +294,7 @@ def merge(
 
 def _listed(networks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return a list of networks, or raise ``ValueError`` for a single one."""
-    if isinstance(networks, nn.Module):
+    if isinstance(networks, nn.Module) or not isinstance(networks, Iterable):
         raise ValueError(f"networks must be a list of networks, got a {type(networks).__name__}.")
     return list(networks)
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._checks import check_batches
 from lightning_sym._distributed import Batches, device_of, inputs_for, ranks, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
@@ -330,6 +331,7 @@ def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | 
         moments = ActivationMoments(symmetry, a, b)
 
         def run() -> None:
+            check_batches(data)
             for batch in data:
                 moments.update(batch)  # type: ignore[arg-type]
 

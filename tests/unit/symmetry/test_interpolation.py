@@ -339,7 +339,7 @@ def refused_barrier(says, make=perceptron, **settings):
         refused(average, [nn.ReLU()], [1, 2], says="one number for each of 1 networks, got 2"),
         refused(average, [nn.ReLU()] * 2, [1, -1], says="a sum other than 0"),
         refused(average, [nn.ReLU()] * 2, [1, math.nan], says="must be finite"),
-        refused(average, [{}, {}], says="Networks must be modules, got a dict"),
+        refused(average, [{}, {}], says="expected a network (a torch.nn.Module), got dict", error=TypeError),
         refused_barrier("data has no samples", data=[]),
         refused_barrier("data has no samples", data=[batch(0)]),
         refused_barrier("data is read once for every point, and this iterator", data=iter([batch()])),
