@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -157,6 +157,34 @@ def _suspect(targets: Any) -> int:
             if low < 0:
                 return int(place)
     return 0
+
+
+def check_module(network: object) -> None:
+    """Raise ``TypeError`` unless a network is a module, and not a class, a state dict or a file."""
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
+
+
+def check_batches(data: object, name: str = "data") -> None:
+    """Raise ``ValueError`` unless data can be iterated, and are no tensor, whose rows are no batches."""
+    if not isinstance(data, Iterable) or isinstance(data, Tensor):
+        raise ValueError(f"{name} must be a list or loader of batches, got {type(data).__name__}.")
+
+
+def check_pair(batch: object) -> None:
+    """Raise ``ValueError`` unless a batch begins with two tensors."""
+    if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(isinstance(own, Tensor) for own in batch[:2]):
+        raise ValueError(f"data must be pairs of tensors, inputs and labels, got {type(batch).__name__}.")
+
+
+def check_rows(outputs: Any, inputs: Tensor | None = None) -> Tensor:
+    """Return the outputs of a network; raise ``ValueError`` unless they are a tensor, with a row for each input."""
+    rows = outputs if inputs is None else inputs
+    if not isinstance(outputs, Tensor) or not outputs.ndim or len(outputs) != len(rows):
+        wanted = "" if inputs is None else f" with a row for each of {len(inputs)} inputs"
+        got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(f"the network must return one tensor{wanted}, got {got}.")
+    return outputs
 
 
 def check_kernel(module: nn.Module, kernel_size: object) -> None:

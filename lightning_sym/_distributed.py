@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_sym._checks import check_module
+
 Batches: TypeAlias = Iterable[Tensor | Sequence[Tensor]]
 T = TypeVar("T")
 
 
 def device_of(network: nn.Module) -> torch.device:
     """Return the device of a network's first parameter or buffer; the CPU if it has none."""
+    check_module(network)
     for tensor in chain(network.parameters(), network.buffers()):
         return tensor.device
     return torch.device("cpu")
@@ -29,6 +32,19 @@ def on_device_of(network: nn.Module, inputs: T) -> T:
     device = device_of(network)
     found: T = tree_map_only(Tensor, lambda tensor: moved(tensor, device), inputs)
     return found
+
+
+def inputs_for(network: nn.Module, inputs: T) -> T:
+    """Move all tensors to the device of a network, and convert floating ones to the dtype of its weights.
+
+    A network whose tensors have several floating dtypes converts its inputs itself; they keep theirs.
+    """
+    check_module(network)
+    kinds = {own.dtype for own in chain(network.parameters(), network.buffers()) if own.dtype.is_floating_point}
+    if len(kinds) != 1 or (kind := kinds.pop()).itemsize == 1:
+        return on_device_of(network, inputs)
+    found: T = tree_map_only(Tensor, lambda own: own.to(kind) if own.is_floating_point() else own, inputs)
+    return on_device_of(network, found)
 
 
 def wide(device: torch.device) -> torch.dtype:

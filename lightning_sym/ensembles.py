@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._distributed import Batches, device_of, gathered, moved
+from lightning_sym._checks import check_batches, check_integers, check_numbers, check_pair
+from lightning_sym._distributed import Batches, gathered, inputs_for
 from lightning_sym.connectivity.interpolation import LabelledBatches
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.networks.batch_norm import batch_norms
@@ -143,6 +143,7 @@ def log_probabilities(
     """
     if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):  # a Sequential has many layers
         raise ValueError(f"networks must be several networks, got one {type(networks).__name__}; pass a list.")
+    check_batches(batches, "batches")
     found: list[Tensor] = []
     labels = None
     for network in networks:
@@ -167,10 +168,9 @@ def log_probabilities(
 
 
 def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    if not (isinstance(batch, tuple | list) and len(batch) == 2):
-        raise ValueError(f"Batches must be pairs of inputs and labels, got {type(batch).__name__}.")
-    inputs, labels = batch
-    outputs = network(moved(inputs, device_of(network)))
+    check_pair(batch)
+    inputs, labels = batch[:2]
+    outputs = network(inputs_for(network, inputs))
     logits = isinstance(outputs, Tensor) and outputs.ndim == 2
     if not logits or labels.shape != outputs.shape[:1] or labels.is_floating_point():
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

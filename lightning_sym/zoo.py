@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any, BinaryIO
 
 import torch
@@ -386,7 +386,7 @@ class ModelZoo(Tabular):
 
         Returns:
             ``path``, ``architecture``, ``members`` (count), ``damaged`` (count) and ``metrics``: mean, min,
-            max and standard deviation (population form) over members of every metric, by split and name.
+            max and standard deviation (of a sample) over members of every metric, by split and name.
         """
         values: dict[str, dict[str, list[float]]] = {}
         for member in self:
@@ -447,8 +447,9 @@ def example_input(zoo: ModelZoo, number: int, network: Network, data: Any) -> Te
 
 
 def statistics(values: Sequence[float]) -> dict[str, float]:
-    """Return mean, min, max and standard deviation (population form) of the values."""
-    return {"mean": fmean(values), "min": min(values), "max": max(values), "std": pstdev(values)}
+    """Return mean, min, max and standard deviation (of a sample; NaN of one) of the values."""
+    spread = stdev(values) if len(values) > 1 else math.nan
+    return {"mean": fmean(values), "min": min(values), "max": max(values), "std": spread}
 
 
 def member_file(number: int) -> str:

@@ -120,9 +120,8 @@ Example:
         zoo = len(files) == 1 and is_zoo(files[0])
         if len(files) < self.least and not zoo:
             number = ("one", "two")[self.least - 1]
-            raise ValueError(
-                f"{self.name} takes {number} or more checkpoints, or a zoo; got {', '.join(files) or 'none'}."
-            )
+            got = ", ".join(file if Path(file).exists() else f"{file}, which does not exist" for file in files)
+            raise ValueError(f"{self.name} takes {number} or more checkpoints, or a zoo; got {got or 'none'}.")
         if len(files) > 1 and (zoos := [file for file in files if is_zoo(file)]):
             raise ValueError(f"{zoos[0]} is a zoo; expected one zoo alone, or the files of checkpoints.")
         if zoo and (surplus := [name for name in ("network", "prefix") if name in given]):

@@ -98,7 +98,7 @@ class RecipeParser(LightningArgumentParser):
         """
 
         def instantiate(
-            kind: type, *values: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
+            kind: type, /, *values: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
         ) -> object:
             network = named.get("network")
             taken = set() if network is None else {one.name for one in get_signature_parameters(type(network))}
@@ -310,7 +310,7 @@ class RecipeCLI(LightningCLI):
         return size if kind is None else fitting_size(kind, name, size)
 
     def _make_module(
-        self, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
+        self, kind: type, /, *args: Any, applied_instantiation_links: Mapping[str, Any], **named: Any
     ) -> object:
         """Make a module; wrap one that is given as network and is no ``Network``, if its package is allowed."""
         settings = self._get(self.config, "model").get("init_args") or {}

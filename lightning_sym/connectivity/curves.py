@@ -216,7 +216,10 @@ class Curve:
 
     def to_bytes(self) -> bytes:
         """Return the content of the file of :meth:`save`."""
-        text = json.dumps({"format": FORMAT, "kind": self.kind, "about": dict(self.about)}, sort_keys=True)
+        try:
+            text = json.dumps({"format": FORMAT, "kind": self.kind, "about": dict(self.about)}, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"about must map names to numbers, texts and lists of these ({error}).") from error
         return save({"points": self.points.detach().cpu().contiguous()}, metadata={"curve": text})
 
     def _places(self, t: float | Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._checks import check_batches, check_integers, check_numbers, check_pair
 from lightning_sym._distributed import device_of, gathered, wide
 from lightning_sym._random import generator
 from lightning_sym.connectivity.curves import Curve, curve_coefficients
@@ -424,8 +424,10 @@ def _probes(jacobians: Sequence[Tensor], classes: Tensor | None) -> Tensor:
 def _first(data: Any, count: int) -> tuple[Tensor, Tensor]:
     """Return the first inputs and targets of the first non-empty process, on every process."""
     found: list[tuple[Tensor, Tensor]] = []
-    for images, targets in data:
-        found.append((images, targets))
+    check_batches(data)
+    for batch in data:
+        check_pair(batch)
+        found.append((batch[0], batch[1]))
         if sum(len(each) for each, _ in found) >= count:
             break
     own = [torch.cat(parts)[:count].cpu() for parts in zip(*found, strict=True)]

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from lightning_sym._checks import check_counts_alike, check_integers, is_finite
-from lightning_sym._distributed import Batches, device_of, moved, rank, summed, together, wide
+from lightning_sym._checks import check_batches, check_counts_alike, check_integers, check_module, is_finite
+from lightning_sym._distributed import Batches, device_of, inputs_for, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating, for_loss
+from lightning_sym.networks.modes import evaluating, for_loss, loss_of
 from lightning_sym.symmetry.tracing.capture import copied
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
@@ -364,6 +364,8 @@ def split_losses(
     Raises:
         ValueError: As for :func:`barrier`, or if there are no points.
     """
+    if not isinstance(splits, Mapping):
+        raise ValueError(f"splits must map names to data, as {{'test': loader}}, got a {type(splits).__name__}.")
     for name, given in (("point", points), ("split", splits)):
         if len(given) == 0:
             raise ValueError(f"{name}s must have at least one {name}, got none.")
@@ -409,21 +411,22 @@ def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) ->
         data: Batches ``(inputs, targets)``; only inputs are used. They are moved to the networks' device.
 
     Returns:
-        Relative difference, unitless: 0 for equal functions (up to rounding), 0.03 for a change of 3 %.
+        Relative difference, unitless: 0 for equal functions (up to rounding), 0.03 for a change of 3 %; infinite if
+        only the outputs of f are zero.
     """
     device = device_of(before)
     sums = torch.zeros(2, dtype=wide(device), device=device)
 
     def run() -> None:
         for inputs, _ in data:
-            old, new = (network(moved(inputs, device)).to(sums) for network in (before, after))
+            old, new = (network(inputs_for(network, inputs)).to(sums) for network in (before, after))
             sums[0] += (new - old).square().sum()
             sums[1] += old.square().sum()
 
     with torch.no_grad(), evaluating(before), evaluating(after):
         together(run)
     change, size = summed(sums).cpu().double()
-    return float((change / size).sqrt())
+    return float((change / size).sqrt()) if change else 0.0
 
 
 def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLosses:
@@ -495,6 +498,7 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
     """
 
     def parts(network: nn.Module) -> dict[str, str]:
+        check_module(network)
         found = {
             f"module {name!r}" if name else "whole network": f"a {type(module).__module__}.{type(module).__qualname__}"
             for name, module in network.named_modules(remove_duplicate=False)
@@ -535,8 +539,7 @@ def _floating(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_rereadable(name: str, data: object) -> None:
-    if not isinstance(data, Iterable):
-        raise ValueError(f"{name} must be a list or loader of batches, got {type(data).__name__}.")
+    check_batches(data, name)
     if isinstance(data, Iterator):
         raise ValueError(
             f"{name} is read once for every point, and this iterator can be read only once; pass a list or a loader."
@@ -557,15 +560,12 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
         for batch in data:
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 raise ValueError(f"data must yield pairs (inputs, targets), got a {type(batch).__name__}.")
-            images, labels = (moved(tensor, device) for tensor in batch)
+            images, labels = inputs_for(network, batch[0]), moved(batch[1], device)
             size = len(images)
             if size == 0:
                 continue
-            outputs = network(images)
-            outputs, labels = for_loss((outputs, labels))
-            value = loss(outputs, labels)
-            if value.ndim != 0:
-                raise ValueError(f"loss must return the mean over a batch, a scalar; got shape {list(value.shape)}.")
+            outputs, labels = for_loss((network(images), labels))
+            value = loss_of(loss, outputs, labels)
             if check and not unequal:
                 unequal = _unequal(loss, outputs, labels)
             sums[0] += value.to(sums) * size

@@ -271,6 +271,7 @@ class Evidence:
         return found
 
     def _precisions(self, log_precisions: Tensor) -> list[float]:
+        log_precisions = torch.as_tensor(log_precisions)
         if log_precisions.shape != (len(self._index),):
             raise ValueError(
                 f"There are {len(self._index)} groups of precisions, got log_precisions of shape "

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from lightning_sym._checks import check_integers, check_known
+from lightning_sym._checks import check_integers, check_known, check_rows
 from lightning_sym._distributed import gathered, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
-from lightning_sym.networks.modes import for_loss, in_precision, twice_differentiable
+from lightning_sym.networks.modes import for_loss, in_precision, loss_errors, twice_differentiable
 from lightning_sym.symmetry.tracing.capture import copied
 
 _LOG = logging.getLogger(__name__)
@@ -550,12 +550,7 @@ class CurvatureOperator(SymmetricOperator):
 
     def _checked_outputs(self, x: Tensor, *, again: bool) -> Tensor:
         """Return a batch's outputs, checked, and whether they are the same a second time."""
-        one = self.network(x)
-        if not isinstance(one, Tensor) or len(one) != len(x):
-            raise ValueError(
-                f"the network must return one tensor with a row for each of {len(x)} inputs, got "
-                f"{list(one.shape) if isinstance(one, Tensor) else type(one).__name__}."
-            )
+        one = check_rows(self.network(x), x)
         if not one.isfinite().all():
             raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
         if again:
@@ -577,19 +572,11 @@ class CurvatureOperator(SymmetricOperator):
         Raises:
             ValueError: If it is not their mean, or its gradient not that of the mean.
         """
-        try:
+        with loss_errors(outputs, targets):
             given = outputs.detach().requires_grad_()
             value = self._loss(given, targets)
             if value.requires_grad and not value.ndim:  # integers instead of floats fail only here
                 torch.autograd.grad(value, given, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, IndexError, TypeError, ValueError) as caught:
-            said = " ".join(str(caught).split())[:200].rstrip(".")
-            raise ValueError(
-                f"loss cannot be computed for outputs of shape {list(outputs.shape)} and targets of shape "
-                f"{list(targets.shape)} and type {targets.dtype} ({said}); give targets as the loss takes them."
-            ) from caught
         if value.ndim:
             raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
         # Other samples' outputs are tried as well: outputs that fit have zero loss and gradient.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
+from lightning_sym._checks import check_batches, check_module, check_pair
 from lightning_sym._distributed import device_of, moved, ranks
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym.curvature.blocks import Likelihood, NonFiniteError, check_targets
@@ -82,6 +83,7 @@ def ready(network: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: If it is wrapped by DDP or ``torch.compile``, or has parameters that are not initialised yet.
     """
+    check_module(network)
     if isinstance(network, nn.parallel.DistributedDataParallel):
         raise ValueError("network is wrapped for DDP; pass network.module.")
     if hasattr(network, "_orig_mod"):
@@ -173,11 +175,9 @@ def check_weights(network: nn.Module) -> None:
 def batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and labels of every batch that is not empty, on the network's device, inputs in its precision."""
     parameter = next(network.parameters())
+    check_batches(loader)
     for batch in loader:
-        if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(isinstance(t, Tensor) for t in batch[:2]):
-            raise ValueError(
-                f"The loader must give pairs of tensors, inputs and labels, for curvature, got {type(batch).__name__}."
-            )
+        check_pair(batch)
         x, y = (moved(tensor, parameter.device) for tensor in batch[:2])
         if x.is_inference():
             x = x.clone()  # autograd takes no others

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from lightning_sym._checks import check_counts_alike
+from lightning_sym._checks import check_batches, check_counts_alike
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.landscape.langevin import lanczos_top
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
-from lightning_sym.networks.modes import in_precision, twice_differentiable
+from lightning_sym.networks.modes import in_precision, loss_errors, twice_differentiable
 from lightning_sym.symmetry.tracing.capture import copied
 
 BatchLoss = Callable[[Any, Any], Tensor]
@@ -82,7 +82,9 @@ class LossOnData:
         if self._compare is _cross_entropy and any(bool((target < 0).any()) for target in tree_leaves(self.data[1])):
             self._compare = loss  # some are ignored
         with seeded(derive_seed("learning coefficient", 1)):
-            drawn = self._mean(self.own, two)
+            outputs = self._outputs(self.own, two[0])
+            with loss_errors(outputs, two[1]):
+                drawn = self._compare(outputs, two[1])
         with seeded(derive_seed("learning coefficient", 2)):
             again = self._mean(self.own, two)
         if not torch.allclose(drawn, again, rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -110,14 +112,15 @@ class LossOnData:
         return tree_map(lambda tensor: tensor[rows.to(tensor.device)], self.data)
 
     def _mean(self, vector: Tensor, batch: Any) -> Tensor:
-        inputs, targets = batch
+        return self._compare(self._outputs(vector, batch[0]), batch[1])
+
+    def _outputs(self, vector: Tensor, inputs: Any) -> Any:
         positional = (
             () if isinstance(inputs, dict) else tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
         )
         named = inputs if isinstance(inputs, dict) else {}
         with twice_differentiable():
-            outputs = functional_call(self.network, weight_tensors(self.network, vector), positional, named)
-        return self._compare(outputs, targets)
+            return functional_call(self.network, weight_tensors(self.network, vector), positional, named)
 
     def _mapped(self, function: Callable[..., Any], *arguments: Any, shared: bool = False) -> Any:
         """Call a function for each row of its arguments; the last one is the same for all if ``shared``."""
@@ -240,10 +243,13 @@ def joined(batches: Iterable[Any], like: Tensor) -> Any:
         ValueError: If there is no batch, or one is not a pair.
     """
     parts = []
+    check_batches(batches)
     for batch in batches:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             found = f"{len(batch)} parts" if isinstance(batch, list | tuple) else f"a {type(batch).__name__}"
             raise ValueError(f"data must be batches of two parts, inputs and targets, got one that is {found}.")
+        if not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(tuple(batch))):
+            raise ValueError("data must be batches of tensors with a row for each sample; use a DataLoader.")
         parts.append(tuple(batch))
     if not parts or not len(tree_leaves(parts[0])[0]):
         raise ValueError("data must hold at least one sample, got none.")

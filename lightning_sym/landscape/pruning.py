@@ -11,10 +11,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._distributed import device_of, moved, on_device_of, summed, together, wide
+from lightning_sym._distributed import device_of, inputs_for, moved, on_device_of, summed, together, wide
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating, for_loss
+from lightning_sym.networks.modes import evaluating, for_loss, loss_of
 from lightning_sym.symmetry.tracing.capture import copied
 
 Loss = Callable[[Any, Any], Tensor]
@@ -377,10 +377,10 @@ def mean_loss(network: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[f
 
     def run() -> None:
         for inputs, targets in batches:
-            given, wanted = moved(inputs, device), moved(targets, device)
+            given, wanted = inputs_for(network, inputs), moved(targets, device)
             (outputs, wanted), size = for_loss((network(given), wanted)), len(given)
             sums[0] += size
-            sums[1] += loss(outputs, wanted).to(sums.dtype) * size
+            sums[1] += loss_of(loss, outputs, wanted).to(sums.dtype) * size
             if wanted.ndim == 1 and not wanted.is_floating_point() and outputs.ndim == 2:
                 sums[2] += (outputs.argmax(1) != wanted).sum()
                 sums[3] += size
@@ -441,7 +441,7 @@ def rashomon_pruning(
     """
     settings = settings or PruningSettings()
     check_numbers("> 0", learning_rate=learning_rate)
-    inputs, targets = on_device_of(network, (inputs, for_loss(targets)))
+    inputs, targets = inputs_for(network, inputs), on_device_of(network, for_loss(targets))
     data = [(inputs, targets)]
 
     def evaluate(candidate: nn.Module) -> float:
@@ -459,7 +459,7 @@ def rashomon_pruning(
         while not pruning.due:
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = learning_rate * pruning.rate
-            value = loss(functional_call(small, units.sliced(whole, kept), (inputs,)), targets)
+            value = loss_of(loss, functional_call(small, units.sliced(whole, kept), (inputs,)), targets)
             value.backward()  # type: ignore[no-untyped-call]
             pruning.add_gradients(walker)
             optimizer.step()

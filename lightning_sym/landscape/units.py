@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._distributed import Batches, device_of, moved, on_device_of, summed, together, wide
+from lightning_sym._checks import check_rows
+from lightning_sym._distributed import Batches, device_of, inputs_for, summed, together, wide
 from lightning_sym._text import unknown
 from lightning_sym.networks import architecture_name
+from lightning_sym.networks.batch_norm import inputs_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.networks.narrowing import Axis, narrowed
 from lightning_sym.symmetry import Symmetry, trace_symmetry
@@ -244,8 +246,8 @@ class RemovableUnits:
             return add
 
         def run() -> None:
-            for batch in batches:
-                small(moved(batch if isinstance(batch, Tensor) else batch[0], device))
+            for images in inputs_of(small, batches):
+                small(images)
 
         with contextlib.ExitStack() as hooks, torch.no_grad(), evaluating(small):
             for name in names:
@@ -312,7 +314,7 @@ class RemovableUnits:
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 said = " ".join(str(error.__cause__ or error).split())
                 return f"without one the network cannot run ({said[:120]})"
-            whole = silent(*arguments)
+            whole = check_rows(silent(*arguments))
             if small.shape != whole.shape or (small - whole).abs().max() > _TOLERANCE * whole.abs().max().clamp(min=1):
                 return "without one the outputs change even where nothing reads it, as under a norm over units"
         return ""
@@ -339,7 +341,7 @@ def removable_units(network: nn.Module, example: Any, *, symmetry: Symmetry | No
     Raises:
         ValueError: If no unit can be removed; the message says why.
     """
-    arguments = on_device_of(network, example if isinstance(example, tuple) else (example,))
+    arguments = inputs_for(network, example if isinstance(example, tuple) else (example,))
     symmetry = trace_symmetry(network, arguments, exchange=False) if symmetry is None else symmetry
     units = RemovableUnits(symmetry, network)
     units.check(network, arguments)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -159,7 +159,7 @@ def align(
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
         reference, the rules for networks that stay, and the gauge are additions.
     """
-    networks = list(networks)
+    networks = _listed(networks)
     _check_arguments(networks, how, batches, reference)
     check_integers(max_rounds=max_rounds)
     for number, network in enumerate(networks):
@@ -283,12 +283,20 @@ def merge(
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
         OSError: If there is no space for copies.
     """
+    networks = _listed(networks)
     found = _align(symmetry, networks, how=align, **options)
     with torch.no_grad():
         spreads = found.spreads or (_spread(networks),) * 2
         copies, reference = options.get("copies") or NetworkFiles(), networks[options.get("reference", 0)]
         mean = copies.copy(reference, mean_tensors(found.networks))
     return Merged(mean, found.elements, found.found, len(spreads) - 1, spreads, found.reasons)
+
+
+def _listed(networks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return a list of networks, or raise ``ValueError`` for a single one."""
+    if isinstance(networks, nn.Module) or not isinstance(networks, Iterable):
+        raise ValueError(f"networks must be a list of networks, got a {type(networks).__name__}.")
+    return list(networks)
 
 
 _align = align  # an argument of `merge` has the same name

@@ -22,7 +22,7 @@ from lightning_sym.merging.alignment import align as aligned_networks
 from lightning_sym.merging.card import card_of, configuration_of
 from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of
 from lightning_sym.merging.equality import Equality, equal_weights, equality, rounding_of
-from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, Inputs, warnings_of
+from lightning_sym.merging.evaluation import ALIGNED, PLAIN, Data, Evaluation, warnings_of
 from lightning_sym.merging.folders import check_configurations
 from lightning_sym.merging.formulas import Tally
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
@@ -196,7 +196,7 @@ def merge_checkpoints(
     networks = [own.network for own in checkpoints]
     dtype = next(iter(networks[0].parameters())).dtype
     example = example_in(dtype, inputs)
-    statistics = None if train is None else EqualBatches(Inputs(train, dtype))
+    statistics = None if train is None else EqualBatches(train)
     with double_copies(copies.placed), unchecked():  # all are copies of one network, and moved networks are run below
         symmetry, aligned, largest = _alignment_of(
             networks, example, asked, align, align_only, statistics, seed, copies
@@ -219,7 +219,7 @@ def merge_checkpoints(
             _recalibrate(result, asked.parents(aligned.networks), statistics, merged)
         tensors = state_tensors(result)
     if data is not None:
-        evaluated = Evaluation(Inputs(data, dtype), statistics, loss, points, progress, copies)
+        evaluated = Evaluation(data, statistics, loss, points, progress, copies)
         plain = result if align_only else copies.copy(networks[0], asked.merged(networks).items())
         losses = evaluated.losses(asked.names, networks, plain, result, align_only)
         barriers = evaluated.barriers(networks, aligned.networks)

@@ -1,10 +1,9 @@
 """Losses and barriers of merged networks."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses
@@ -14,23 +13,6 @@ from lightning_sym.symmetry.tracing.capture import state_tensors
 
 PLAIN, ALIGNED = "merged, unaligned", "merged, aligned"  # names of merged networks
 Data = Iterable[Sequence[Tensor]]
-
-
-class Inputs:
-    """Batches with inputs in the dtype of a network; can be iterated as often as the given batches.
-
-    Args:
-        batches: Batches that begin with the inputs.
-        dtype: Dtype of floating inputs.
-    """
-
-    def __init__(self, batches: Data, dtype: torch.dtype) -> None:
-        self._batches, self._dtype = batches, dtype
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        """Yield the batches in order."""
-        for inputs, *others in self._batches:
-            yield [inputs.to(self._dtype) if inputs.is_floating_point() else inputs, *others]
 
 
 class _Readable(nn.Module):
@@ -57,7 +39,7 @@ class Evaluation:
         copies: Storage for new networks.
     """
 
-    data: Inputs
+    data: Data
     statistics: Data | None
     loss: Loss | None
     points: int

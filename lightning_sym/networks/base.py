@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,12 @@ from lightning_sym.networks.cuts import TracedNetwork, crossing_nodes, cut, lowe
 from lightning_sym.networks.narrowing import KEPT, kept_as_json, narrowed
 
 _PUBLIC = "lightning_sym.networks"
+_PRECISIONS = {  # of a trainer
+    torch.float16: "16-true",
+    torch.bfloat16: "bf16-true",
+    torch.float32: "32-true",
+    torch.float64: "64-true",
+}
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -81,7 +88,7 @@ class NetworkOrModule(ABC):
     """Annotation of a task's argument ``network`` on the command line: a :class:`Network`, or any module's class.
 
     The command line wraps modules other than networks, as ``build`` does; in Python pass
-    ``Network.wrap(lambda: YourModule(...))``.
+    ``Network.wrap(functools.partial(YourModule, ...))``.
     """
 
     @classmethod
@@ -150,7 +157,7 @@ class Network(nn.Module, NetworkOrModule):
 
     @contextmanager
     def explaining(self, *inputs: object) -> Iterator[None]:
-        """Replace torch's error in the block by an explanation if the input has a wrong shape.
+        """Replace torch's error in the block by an explanation if the input has a wrong shape or dtype.
 
         Successful runs are not checked: many networks take images of any size.
 
@@ -158,14 +165,21 @@ class Network(nn.Module, NetworkOrModule):
             *inputs: Arguments of the network, or of its first layers; only the first counts.
 
         Raises:
-            ValueError: If the block fails, and the images do not match ``in_channels`` and ``image_size``.
+            ValueError: If the block fails, and the images do not match ``in_channels`` and ``image_size``, or weights.
         """
         try:
             yield
         except RuntimeError as error:
-            shape = self.image_shape()
-            given = tuple(inputs[0].shape) if inputs and isinstance(inputs[0], Tensor) else None
-            if shape is None or given is None or given[1:] == shape:
+            if not (inputs and isinstance(inputs[0], Tensor)):
+                raise
+            shape, given, kind = self.image_shape(), tuple(inputs[0].shape), inputs[0].dtype
+            weights = next((own.dtype for own in self.parameters()), kind)
+            if weights != kind and weights in _PRECISIONS and re.search("dtype|scalar type", str(error)):
+                raise ValueError(
+                    f"The network has weights in {weights} and cannot take inputs in {kind}; convert them, or set the "
+                    f"precision of the trainer to {_PRECISIONS[weights]!r}."
+                ) from error
+            if shape is None or given[1:] == shape:
                 raise
             raise ValueError(
                 f"{type(self).__name__} was built for images of shape [N, {', '.join(map(str, shape))}] and cannot "

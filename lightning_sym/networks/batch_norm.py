@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lightning_sym._checks import check_known
-from lightning_sym._distributed import Batches, device_of, gathered, moved, ranks, summed, together, wide
+from lightning_sym._checks import check_batches, check_known, check_module
+from lightning_sym._distributed import Batches, device_of, gathered, inputs_for, ranks, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 
 
@@ -55,6 +55,7 @@ def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     Raises:
             ValueError: If a batch norm is lazily initialised and has not been called.
     """
+    check_module(network)
     found = {}
     for name, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
@@ -230,7 +231,7 @@ def _measure_in_one_pass(
 
     def run() -> None:
         nonlocal seen, shortest
-        for images in _inputs(network, batches):
+        for images in inputs_of(network, batches):
             if len(images) >= shortest or waits:
                 network(images)
                 shortest = shortest if seen or waits else len(images)
@@ -293,7 +294,7 @@ def _call_order(network: nn.Module, selected: dict[str, _BatchNorm], source: Cal
         with ExitStack() as hooks:
             for name, module in selected.items():
                 hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: order.append(name)))
-            for images in _inputs(network, source()):
+            for images in inputs_of(network, source()):
                 network(images)
                 seen = True
                 break
@@ -345,7 +346,7 @@ def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batche
 
     def run() -> None:
         with module.register_forward_pre_hook(add):
-            for images in _inputs(network, source()):
+            for images in inputs_of(network, source()):
                 with suppress(_ReachedError):
                     network(images)
 
@@ -359,16 +360,16 @@ def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batche
 # ---- batches and ranks
 
 
-def _inputs(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
-    """Yield the inputs of every batch on the network's device."""
-    device = device_of(network)
+def inputs_of(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
+    """Yield the inputs of every batch on the network's device, in its dtype."""
+    check_batches(batches, "batches")
     for batch in batches:
         images = batch[0] if isinstance(batch, list | tuple) and batch else batch
         if not isinstance(images, Tensor):
             raise ValueError(
                 f"batches must yield tensors, or tuples or lists that begin with one, got {type(batch).__name__}."
             )
-        yield moved(images, device)
+        yield inputs_for(network, images)
 
 
 def _check_some(batches: float) -> None:

@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from lightning_sym._checks import check_module
+
 T = TypeVar("T")
 _STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
@@ -18,6 +20,7 @@ _STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
     """Put a network in eval mode, and restore the mode of every part at the end, also after an error."""
+    check_module(network)
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:
@@ -69,6 +72,41 @@ def for_loss(values: T) -> T:
         return value.long() if dtype in (torch.int8, torch.int16, torch.int32) else value
 
     found: T = tree_map(widened, values)
+    return found
+
+
+@contextmanager
+def loss_errors(outputs: Any, targets: Any) -> Iterator[None]:
+    """Raise errors of a loss as a ``ValueError`` that names the shapes of outputs and targets."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        said = " ".join(str(error).split())[:200].rstrip(".")
+        shown = [
+            f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"in a {type(value).__name__}"
+            for value in (outputs, targets)
+        ]
+        kind = f" and type {targets.dtype}" if isinstance(targets, Tensor) else ""
+        raise ValueError(
+            f"loss cannot be computed for outputs {shown[0]} and targets {shown[1]}{kind} ({said}); give targets as "
+            "the loss takes them."
+        ) from error
+
+
+def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
+    """Compute the mean loss of a batch.
+
+    Raises:
+        ValueError: If it cannot be computed, or is no single number.
+    """
+    outputs, targets = for_loss((outputs, targets))
+    with loss_errors(outputs, targets):
+        found = loss(outputs, targets)
+    if not isinstance(found, Tensor) or found.ndim:
+        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"The loss of a batch must be a tensor with one number, got {got}; return its mean.")
     return found
 
 

@@ -21,7 +21,7 @@ from lightning_sym._files import load_json, write_atomically
 from lightning_sym._text import name_of_callable
 from lightning_sym.connectivity.interpolation import Loss
 from lightning_sym.merging.checkpoint import Checkpoint, example_in, model_of
-from lightning_sym.merging.evaluation import Data, Evaluation, Inputs
+from lightning_sym.merging.evaluation import Data, Evaluation
 from lightning_sym.merging.network_files import NetworkFiles, with_tensors
 from lightning_sym.models import example_of
 from lightning_sym.orbit.descent import OrbitMinimum, minimize_on_orbit
@@ -286,8 +286,7 @@ def _losses(
     compressed: Mapping[str, Callable[[nn.Module], nn.Module]],
 ) -> dict[str, tuple[float, float | None]]:
     """Return loss and accuracy of both networks, and of both after each change."""
-    dtype = next(iter(given.parameters())).dtype
-    evaluation = Evaluation(Inputs(test, dtype), None, loss, 2, False, NetworkFiles())
+    evaluation = Evaluation(test, None, loss, 2, False, NetworkFiles())
     pairs = {GIVEN: given, RESULT: result}
     makers: dict[str, Callable[[nn.Module], nn.Module]] = {"": lambda network: network}
     makers |= {f", {name}": change for name, change in compressed.items()}

@@ -171,7 +171,7 @@ def compare_runs(
     names = list(dict.fromkeys(name for run in runs for name in found[run.name]))
     shared = [name for name in names if sum(_in(group, name, found) for group in groups) >= min(2, len(groups))]
     if not shared:
-        a, b = groups[0].runs[0], groups[-1].runs[0]
+        a, b = groups[0].runs[0], groups[-1].runs[-1]
         has = [", ".join(list(found[run.name])[:4]) or "none" for run in (a, b)]
         asked = f" like {', '.join(metrics)}" if metrics else ""
         raise ValueError(

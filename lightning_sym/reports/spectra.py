@@ -1,7 +1,7 @@
 """Spectra and sharpness of the members of a zoo, raw and modulo symmetry."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,16 @@ def _share(row: Row) -> str:
     return "-" if row["gauge_share"] is None else f"{round(100 * row['gauge_share'])} %"
 
 
+def _with_error(place: str) -> Callable[[Row], str]:
+    """Return a function for the cells of a place: the trace is an estimate, with its standard error."""
+
+    def cell(row: Row) -> str:
+        error = row[f"{place}_error"] if row["measure"] == "trace" else None
+        return f"{row[place]:.4g}" + (f" ± {error:.2g}" if error else "")
+
+    return cell
+
+
 REPORT = Report(
     {"sharpness": f"{_WHAT}: sharpness", "spectrum": f"{_WHAT}: densities"},
     [
@@ -28,13 +38,16 @@ REPORT = Report(
         Column("norm", "Frobenius norm, same unit"),
         Column("member", heading="member", text="d"),
         Column("measure", heading="measure", text=lambda row: row["measure"].replace("_", " ")),
-        Column("raw", "of the network as it is", "as it is", number="sharpness/{measure}/raw"),
-        Column("balanced", "of the canonical member of its orbit", "balanced", number="sharpness/{measure}/balanced"),
+        Column("raw", "of the network as it is", "as it is", _with_error("raw"), number="sharpness/{measure}/raw"),
+        Column("balanced", "of the canonical member of its orbit", "balanced", _with_error("balanced"),
+               number="sharpness/{measure}/balanced"),
         Column("modulo_symmetry", "of that member, in the directions orthogonal to the orbit: the same for all of the "
-               "orbit", "modulo symmetry", number="sharpness/{measure}/modulo_symmetry"),
+               "orbit", "modulo symmetry", _with_error("modulo_symmetry"),
+               number="sharpness/{measure}/modulo_symmetry"),
         Column("gauge_share", "1 - modulo_symmetry / raw; negative where the network is flatter than the balanced "
                "member", "gauge share", _share),
-        Column("raw_error, modulo_error", "standard error of the trace; of the eigenvalue, its residual"),
+        Column("raw_error, balanced_error, modulo_symmetry_error",
+               "standard error of the trace; of the eigenvalue, its residual"),
         Column("node, weight", "nodes and weights of the spectral density, modulo symmetry; the weights of one probe "
                "sum to 1"),
     ],
@@ -83,15 +96,16 @@ def spectrum_results(members: Mapping[int, MemberSpectrum], *, title: str, about
 def sharpness_rows(members: Mapping[int, MemberSpectrum]) -> Iterator[dict[str, Any]]:
     """Yield a row per member and measure."""
     for number, one in members.items():
-        raw, modulo = one.sharpness.raw, one.sharpness.modulo
+        sharpness = one.sharpness
+        found = dict(zip(_PLACES, (sharpness.raw, sharpness.balanced, sharpness.modulo), strict=True))
         errors = {
-            "top_eigenvalue": (raw.residual, modulo.residual),
-            "trace": (raw.trace.standard_error, modulo.trace.standard_error),
+            "top_eigenvalue": {place: own.residual for place, own in found.items()},
+            "trace": {place: own.trace.standard_error for place, own in found.items()},
         }
         for row in one.sharpness.rows():
-            raw_error, modulo_error = errors.get(row["measure"], (None, None))
+            own = errors.get(row["measure"], {})
             share = finite(row.pop("gauge_share"))
-            yield {"member": number, **row, "gauge_share": share, "raw_error": raw_error, "modulo_error": modulo_error}
+            yield {"member": number, **row, "gauge_share": share, **{f"{p}_error": own.get(p) for p in _PLACES}}
 
 
 def node_rows(members: Mapping[int, MemberSpectrum]) -> Iterator[dict[str, Any]]:
@@ -124,10 +138,23 @@ def _figures(
     )
     yield from Chart([panel]).named("spectrum", densities, title)
     bars = [
-        {**row, "member": str(row["member"]), "place": place.replace("raw", "as_it_is"), "value": row[place]}
+        {
+            **row,
+            "member": str(row["member"]),
+            "place": place.replace("raw", "as_it_is"),
+            "value": row[place],
+            "error": row[f"{place}_error"],
+        }
         for row in rows
         for place in _PLACES
     ]
-    marks = Marks("value", "member", kind="bars", label=lambda row: row["place"].replace("_", " "))
+    marks = Marks(
+        "value",
+        "member",
+        kind="bars",
+        error=["error"],
+        spans=["± error"],
+        label=lambda row: row["place"].replace("_", " "),
+    )
     panel = Panel([marks], lambda row: row["measure"].replace("_", " "), "member", by=["measure"])
     yield from Chart([panel], columns=1).named("sharpness", bars, title)

@@ -39,7 +39,7 @@ def _interval_cell(name: str) -> Callable[[Row], str]:
     def text(row: Row) -> str:
         if row[name] is None:
             return "-"
-        value, low, high = (format(own, ".2f" if abs(own) < 100 else ".0e") for own in (row[key] for key in keys))
+        value, low, high = (format(own, "z.2f" if abs(own) < 100 else ".0e") for own in (row[key] for key in keys))
         return f"{value}\n{low}, {high}"
 
     return text
@@ -75,7 +75,7 @@ REPORT = Report(
                         Marks("diagonal", x="target", label="perfect", table="predictions",
                               look={"color": "#7f7f7f", "lw": 1, "ls": "--"}),
                     ],
-                    "{arm}: R² {score:.2f}",
+                    "{arm}: R² {score:z.2f}",
                     xlabel="true",
                     ylabel="predicted",
                     by=["arm"],

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_sym._checks import check_known
-from lightning_sym._distributed import gathered, on_device_of, ranks, wide_device
+from lightning_sym._checks import check_known, check_module
+from lightning_sym._distributed import gathered, inputs_for, ranks, wide_device
 from lightning_sym.symmetry import Tap
 
 Axes: TypeAlias = int | Sequence[int]
@@ -304,6 +304,7 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
     Raises:
         ValueError: If there is no such module, it has fewer calls, or its output is not a tensor.
     """
+    check_module(network)
     modules = dict(network.named_modules())
     wanted: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for tap in taps:
@@ -348,7 +349,7 @@ def _tapped(
     training = {name: module.training for name, module in modules.items()}
     try:
         with torch.no_grad():
-            network.eval()(*on_device_of(network, inputs))
+            network.eval()(*inputs_for(network, inputs))
     finally:
         for handle in handles:
             handle.remove()

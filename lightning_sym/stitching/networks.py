@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym._checks import check_words
-from lightning_sym._distributed import on_device_of
+from lightning_sym._distributed import inputs_for
 from lightning_sym._random import seeded
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
@@ -102,7 +102,7 @@ class CutNetwork:
         self.network = network
         self._cuts = network.cuts(sites, before=before)
         self.sites = list(self._cuts.sites)
-        self._example = on_device_of(network, example[:2])
+        self._example = inputs_for(network, example[:2])
         self._like = like
         self._symmetry: Symmetry | None = None
         self._crossings: dict[str, tuple[Crossing, ...]] = {}
@@ -137,7 +137,7 @@ class CutNetwork:
     def values(self, images: Tensor) -> dict[str, tuple[Any, ...]]:
         """Return the values that cross each cut, for a batch of images, on the network's device; without gradients."""
         with torch.no_grad(), self.network.explaining(images):
-            return dict(zip(self.sites, self._cuts.lower(on_device_of(self.network, images)), strict=True))
+            return dict(zip(self.sites, self._cuts.lower(inputs_for(self.network, images)), strict=True))
 
     def upper(self, site: str, *, own_parameters: bool = False) -> nn.Module:
         """Return the top layers after a cut.

@@ -230,7 +230,8 @@ def _singular_values(blocks: Iterable[Tensor], folded: Tensor) -> tuple[int, Ten
 
 def _flat(outputs: Iterable[Tensor], transform: Callable[[Tensor], Tensor]) -> Tensor:
     """Flatten all floating outputs to one row per sample."""
-    return torch.cat([transform(leaf).flatten(1) for leaf in outputs if leaf.is_floating_point()], 1)
+    found = [transform(leaf) for leaf in outputs if leaf.is_floating_point()]
+    return torch.cat([leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None] for leaf in found], 1)
 
 
 def jacobian_rows(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_sym._checks import check_module
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
@@ -125,8 +126,7 @@ def trace_symmetry(
         8
         >>> other = symmetry.act(symmetry.sample(), network)
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
+    check_module(network)
     inside_meta = torch.get_default_device().type == "meta"  # within ``with torch.device("meta")``, to build networks
     with _new_garbage_only(), torch.device("cpu") if inside_meta else contextlib.nullcontext():
         examples = examples_of(network, example_input, more_examples, keywords, output)

@@ -153,7 +153,7 @@ def given_network(network: object, allow: Sequence[str] | None) -> Network:
     if not isinstance(network, Network):
         raise TypeError(
             f"network must be a lightning_sym Network, got {type(network).__name__}; wrap any other module: "
-            "Network.wrap(lambda: YourModule(...))."
+            "Network.wrap(functools.partial(YourModule, ...))."
         )
     return network
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from lightning_sym.networks.modes import for_loss
+from lightning_sym.networks.modes import loss_of
 from lightning_sym.population import Loss
 
 
@@ -51,7 +51,7 @@ class PopulationLoss(Metric):
         (loss,) = self._loss
         assert loss is not None
         size = len(tree_leaves(outputs)[0][0])
-        losses = [_taken(loss, tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
+        losses = [loss_of(loss, tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
         _add(self.loss_sum, rows, torch.stack(losses).double() * size)
         _add(self.count, rows, size)
 
@@ -99,26 +99,6 @@ def _add(total: Tensor, rows: Tensor, values: Tensor | int) -> None:
     """Add values to rows that are all different: an eighth of the time of ``total[rows] += values``."""
     values = values.to(total.dtype) if isinstance(values, Tensor) else total.new_full((), values)
     total.index_add_(0, rows, values.expand(len(rows)))
-
-
-def _taken(loss: Loss, outputs: Any, targets: Any) -> Tensor:
-    """Compute a loss; an error names the shapes, as the check before training evaluates first."""
-    try:
-        found: Any = loss(*for_loss((outputs, targets)))
-        if not isinstance(found, Tensor) or found.ndim:
-            got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"The loss of a batch must be a tensor with one number, got {got}; return its mean.")
-        return found
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"The loss cannot be taken of outputs {list(outputs.shape)} and targets {list(targets.shape)} of "
-            f"{targets.dtype} ({reason}); give a loss for such targets, or targets for such a loss."
-        ) from error
 
 
 _LARGEST_CONFUSION = 1000  # classes; 8 MB, and more than a picture shows

@@ -181,7 +181,7 @@ def test_fine_tunes_of_one_parent_stay_and_the_result_is_the_plain_mean(make):
         assert before == after == pytest.approx(parameter_distance(networks[0], networks[number]), rel=1e-4)
     assert found.reasons[0] == ""
     assert all("in the order of the reference" in reason for reason in found.reasons[1:])
-    merged = merge(symmetry, networks).network.state_dict()
+    merged = merge(symmetry, iter(networks)).network.state_dict()
     for name, plain in average(networks).state_dict().items():
         assert torch.equal(merged[name], plain), name
 

@@ -189,6 +189,7 @@ def half_frozen() -> Masked:
         refused(curve_coefficients, "chain", count=1, t=torch.zeros(()), says="count must be an integer >= 2"),
         refused(Curve, torch.zeros(1, 3), says="at least two weight vectors"),
         refused(Curve, torch.zeros(2, 3), kind="loop", says="loop"),
+        refused(Curve(torch.eye(2), about={"x": torch.ones(2)}).to_bytes, says="about must map names"),
         refused(lambda: random_curve("chain")(1.5), says="t must be in [0, 1], got 1.5"),
         refused(lambda: random_curve("chain", 2).plane(), says="no inner control point"),
         refused(lambda: Curve.straight(torch.zeros(3), torch.ones(3), 1).plane(), says="on the linear path"),

@@ -47,7 +47,7 @@ class SizelessNetwork(Network):
 class Plain(nn.Sequential):
     """A module of a user that is no Network."""
 
-    def __init__(self, num_classes: int, widths: tuple[int, ...] = (4,)) -> None:
+    def __init__(self, num_classes: int, widths: tuple[int, ...] = (4,), kind: str = "") -> None:  # as ours is called
         super().__init__(nn.Flatten(), nn.Linear(64, widths[0]), nn.ReLU(), nn.Linear(widths[0], num_classes))
 
 
@@ -386,7 +386,10 @@ def test_a_plain_module_is_wrapped_and_keeps_its_own_defaults():
     succeed(*args)  # whoever names a class on the command line trusts it
     assert yaml.safe_load(Path("run/config.yaml").read_text())["model"]["init_args"]["allow"] == ["test_cli"]
     zoo = ModelZoo.open("run/zoo", allow=["test_cli"])
-    assert zoo.architecture == {"class_path": "test_cli.Plain", "init_args": {"num_classes": 10, "widths": [4]}}
+    assert zoo.architecture == {
+        "class_path": "test_cli.Plain",
+        "init_args": {"num_classes": 10, "widths": [4], "kind": ""},
+    }
     assert type(zoo.load(0).module) is Plain
     succeed(*in_a_file, "--model.allow=[test_cli]", "--ckpt_path=last", "--trainer.max_epochs=2")
     model = ZooTask.load_from_checkpoint("run/checkpoints/last.ckpt", weights_only=True, allow=["test_cli"])

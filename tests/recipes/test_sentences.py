@@ -307,9 +307,12 @@ ValueError: widths[1] must be an integer >= 1, got 0.
 $ perceptron(4)(larger)
 ValueError: MultiLayerPerceptron was built for images of shape [N, 1, 8, 8] and cannot take [2, 1, 28, 28]; use data of
 the kind that it was trained on.
+$ perceptron(4).double()(torch.randn(2, 1, 8, 8))
+ValueError: The network has weights in torch.float64 and cannot take inputs in torch.float32; convert them, or set the
+precision of the trainer to '64-true'.
 $ ZooTask(torch.nn.Linear(64, 10))
-TypeError: network must be a lightning_sym Network, got Linear; wrap any other module: Network.wrap(lambda:
-YourModule(...)).
+TypeError: network must be a lightning_sym Network, got Linear; wrap any other module:
+Network.wrap(functools.partial(YourModule, ...)).
 $ ZooTask(perceptron(4), members=0)
 ValueError: members must be an integer >= 1, got 0.
 $ StitchingTask("zoo", maps=["ful"])

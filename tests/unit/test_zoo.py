@@ -169,7 +169,7 @@ def test_summary(folder):
     assert found["min"] == 0.0
     assert found["max"] == 0.7
     assert found["mean"] == pytest.approx(mean, rel=1e-12)
-    assert found["std"] == pytest.approx((sum((v - mean) ** 2 for v in values) / 4) ** 0.5, rel=1e-12)
+    assert found["std"] == pytest.approx((sum((v - mean) ** 2 for v in values) / 3) ** 0.5, rel=1e-12)
     json.dumps(summary)
 
 

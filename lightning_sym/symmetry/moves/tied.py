@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_sym._checks import check_module
 from lightning_sym.symmetry.tracing.capture import copied
 
 
@@ -30,8 +31,7 @@ def untie(network: nn.Module) -> nn.Module:
         >>> untie(network)[2].weight is network[0].weight
         False
     """
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
+    check_module(network)
     if not shared_parameters(network):
         raise ValueError(
             "no modules of the network share a parameter, so there is nothing to untie; a parameter that `forward` "

@@ -314,7 +314,7 @@ def test_the_evidence_of_a_linear_regression_is_the_closed_form(tmp_path):
 
 def test_a_loss_that_does_not_go_with_the_targets_is_said_with_their_shapes():
     network = MultiLayerPerceptron(widths=(), in_channels=2, image_size=(7, 1), num_classes=3)
-    says = "The loss cannot be taken of outputs [5, 3] and targets [5] of torch.int64"
+    says = "loss cannot be computed for outputs of shape [5, 3] and targets of shape [5] and type torch.int64"
     assert_refused(fit, ZooTask(network, loss=SquaredDistance()), data(), says=says)
 
 

@@ -149,6 +149,12 @@ def nothing():
         refused(
             rashomon_pruning,
             MultiLayerPerceptron([2], image_size=2),
+            *(torch.rand(3, 1, 2, 2), torch.zeros(2, dtype=torch.int64)),
+            says="loss cannot be computed for outputs of shape [3, 10] and targets of shape [2]",
+        ),
+        refused(
+            rashomon_pruning,
+            MultiLayerPerceptron([2], image_size=2),
             *nothing(),
             loss=lambda outputs, targets: outputs.sum() * math.nan,
             says="The loss of the network that is to be pruned is not finite",
@@ -161,6 +167,6 @@ def test_what_cannot_be_pruned_is_refused(refusal):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_loss_of_half_precision_has_more_than_two_digits(dtype):
-    network, inputs, labels = nn.Linear(3, 4).to(dtype), torch.randn(9, 3).to(dtype), torch.arange(9) % 4
-    expected = F.cross_entropy(network(inputs).double(), labels)
+    network, inputs, labels = nn.Linear(3, 4).to(dtype), torch.randn(9, 3), torch.arange(9) % 4
+    expected = F.cross_entropy(network(inputs.to(dtype)).double(), labels)
     assert mean_loss(network, [(inputs, labels)], F.cross_entropy)[0] == pytest.approx(expected.item(), rel=1e-6)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sym.connectivity import Barrier, Curve, average, barrier, curve_barriers, interpolate
-from lightning_sym.connectivity.interpolation import curve_losses
+from lightning_sym.connectivity.interpolation import curve_losses, output_change
 from lightning_sym.networks import MultiLayerPerceptron, MyrtleCNN, recalibrate_batch_norm
 
 
@@ -301,9 +301,18 @@ def test_curve_of_another_kind():
 def test_networks_in_half_precision():
     a, b = perceptron(0).bfloat16(), perceptron(1).bfloat16()
     images, labels = batch()
-    found = barrier(a, b, [(images.bfloat16(), labels)], points=5)
+    found = barrier(a, b, [(images, labels)], points=5)  # inputs are converted
+    assert output_change(a, b, [(images, labels)]) == output_change(a, b, [(images.bfloat16(), labels)]) > 0
     exact = barrier(a.double(), b.double(), [(images.bfloat16().double(), labels)], points=5)
     torch.testing.assert_close(found.loss, exact.loss, atol=0.03, rtol=0.03)
+
+
+def test_the_relative_change_of_zero_outputs():
+    network = perceptron(0)
+    zero = nn.init.zeros_(network.classifier.weight), nn.init.zeros_(network.classifier.bias)
+    assert not zero[0].any()
+    assert output_change(network, network, [batch()]) == 0
+    assert output_change(network, perceptron(1), [batch()]) == math.inf
 
 
 @pytest.mark.parametrize("recalibrate", [False, True])
@@ -330,6 +339,7 @@ def refused_barrier(says, make=perceptron, **settings):
         refused(average, [nn.ReLU()], [1, 2], says="one number for each of 1 networks, got 2"),
         refused(average, [nn.ReLU()] * 2, [1, -1], says="a sum other than 0"),
         refused(average, [nn.ReLU()] * 2, [1, math.nan], says="must be finite"),
+        refused(average, [{}, {}], says="expected a network (a torch.nn.Module), got dict", error=TypeError),
         refused_barrier("data has no samples", data=[]),
         refused_barrier("data has no samples", data=[batch(0)]),
         refused_barrier("data is read once for every point, and this iterator", data=iter([batch()])),
@@ -342,7 +352,7 @@ def refused_barrier(says, make=perceptron, **settings):
         refused_barrier("points must be an integer >= 2", points=2.5),
         refused_barrier("needs batch norms with running statistics", recalibrate=True),
         refused_barrier("recalibrate must be True, False or 'auto', got 'yes'", recalibrate="yes"),
-        refused_barrier("a scalar; got shape [12]", loss=lambda x, y: F.cross_entropy(x, y, reduction="none")),
+        refused_barrier("one number, got shape [12]", loss=lambda x, y: F.cross_entropy(x, y, reduction="none")),
     ],
 )
 def test_refused_arguments(refusal):

@@ -1,0 +1,86 @@
+"""Ordinary mistakes of functions that take any network and any data: a state dict, a data set, a network of tuples."""
+
+import pytest
+import torch
+from helpers import assert_refused
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lightning_sym.connectivity import average, barrier, curve_geometry
+from lightning_sym.connectivity.curves import Curve
+from lightning_sym.curvature import CurvatureOperator, GaussianPrior, factors, input_jacobians, jacobian_rank
+from lightning_sym.ensembles import log_probabilities
+from lightning_sym.landscape import learning_coefficient, removable_units, surfaces, weight_vector
+from lightning_sym.networks import recalibrate_batch_norm
+from lightning_sym.similarity import features_of
+from lightning_sym.symmetry import activation_matching, trace_symmetry
+
+X, Y = torch.randn(8, 3), torch.arange(8) % 2
+
+
+class Tuples(nn.Sequential):
+    def forward(self, x):
+        return (super().forward(x),)
+
+
+def coefficient(network, data):
+    return learning_coefficient(network, data, chains=3, steps=8)
+
+
+def geometry(network, data):
+    return curve_geometry(Curve(torch.randn(2, 26 if isinstance(network, Tuples) else 8)), network, data, points=2)
+
+
+ON_DATA = [
+    lambda network, data: barrier(network, network, data),
+    lambda network, data: CurvatureOperator(network, data, F.cross_entropy),
+    lambda network, data: log_probabilities([network], data),
+    lambda network, data: recalibrate_batch_norm(nn.Sequential(nn.BatchNorm1d(3), network), data),
+    coefficient,
+    factors,
+    geometry,
+]
+ON_INPUTS = [
+    input_jacobians,
+    jacobian_rank,
+    lambda network, x: features_of(network, [""], x),
+    lambda network, x: removable_units(network, x[:2]),
+    lambda network, x: surfaces(network, x)(weight_vector(network)),
+]
+
+
+@pytest.mark.parametrize("call", [*(lambda n, f=f: f(n, [(X, Y)]) for f in ON_DATA if f is not ON_DATA[3]),
+                                  *(lambda n, f=f: f(n, X) for f in ON_INPUTS),
+                                  GaussianPrior, weight_vector, lambda n: average([n, n])])  # fmt: skip
+@pytest.mark.parametrize("network", [{}, nn.Linear], ids=["state dict", "class"])
+def test_what_is_no_network_is_refused(call, network):
+    assert_refused(call, network, says="expected a network (a torch.nn.Module), got", error=TypeError)
+
+
+@pytest.mark.parametrize("call", ON_DATA)
+def test_a_data_set_is_no_list_of_batches(call):
+    with pytest.raises(ValueError, match=r"TensorDataset\.$"):
+        call(nn.Linear(3, 2), TensorDataset(X, Y))
+
+
+def test_a_data_set_and_a_tensor_are_no_activations():
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    symmetry = trace_symmetry(network, X)
+    for data in (TensorDataset(X, Y), X):
+        assert_refused(
+            activation_matching, symmetry, network, network, data, says="must be a list or loader of batches"
+        )
+
+
+@pytest.mark.parametrize("call", [*(lambda n, f=f: f(n, [(X, Y)]) for f in ON_DATA if f is not ON_DATA[3]),
+                                  *(lambda n, f=f: f(n, X) for f in ON_INPUTS if f is not ON_INPUTS[2])])  # fmt: skip
+def test_a_network_that_returns_a_tuple_is_refused_in_a_sentence(call):
+    with pytest.raises(ValueError, match="tuple"):
+        call(Tuples(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+
+
+def test_outputs_without_an_axis_of_channels_are_one_number_for_each_input():
+    network = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    assert torch.equal(input_jacobians(network, X)[:, 0], network[0].weight.expand(8, 3))
+    assert jacobian_rank(network, X).rank == 4
