@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from lightning_sym._checks import check_batches, check_counts_alike, check_integers, check_module, is_finite
 from lightning_sym._distributed import Batches, device_of, inputs_for, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating, for_loss, loss_of
+from lightning_sym.networks.modes import batch_loss, evaluating, for_loss
 from lightning_sym.symmetry.tracing.capture import copied
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
@@ -565,7 +565,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
             if size == 0:
                 continue
             outputs, labels = for_loss((network(images), labels))
-            value = loss_of(loss, outputs, labels)
+            value = batch_loss(loss, outputs, labels)
             if check and not unequal:
                 unequal = _unequal(loss, outputs, labels)
             sums[0] += value.to(sums) * size

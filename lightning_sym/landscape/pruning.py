@@ -14,7 +14,7 @@ from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import device_of, inputs_for, moved, on_device_of, summed, together, wide
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
-from lightning_sym.networks.modes import evaluating, for_loss, loss_of
+from lightning_sym.networks.modes import batch_loss, evaluating, for_loss
 from lightning_sym.symmetry.tracing.capture import copied
 
 Loss = Callable[[Any, Any], Tensor]
@@ -380,7 +380,7 @@ def mean_loss(network: nn.Module, batches: Iterable[Any], loss: Loss) -> tuple[f
             given, wanted = inputs_for(network, inputs), moved(targets, device)
             (outputs, wanted), size = for_loss((network(given), wanted)), len(given)
             sums[0] += size
-            sums[1] += loss_of(loss, outputs, wanted).to(sums.dtype) * size
+            sums[1] += batch_loss(loss, outputs, wanted).to(sums.dtype) * size
             if wanted.ndim == 1 and not wanted.is_floating_point() and outputs.ndim == 2:
                 sums[2] += (outputs.argmax(1) != wanted).sum()
                 sums[3] += size
@@ -459,7 +459,7 @@ def rashomon_pruning(
         while not pruning.due:
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = learning_rate * pruning.rate
-            value = loss_of(loss, functional_call(small, units.sliced(whole, kept), (inputs,)), targets)
+            value = batch_loss(loss, functional_call(small, units.sliced(whole, kept), (inputs,)), targets)
             value.backward()  # type: ignore[no-untyped-call]
             pruning.add_gradients(walker)
             optimizer.step()

@@ -1,6 +1,7 @@
 """Train and eval mode, precision and differentiability of a network."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -82,7 +83,7 @@ def loss_errors(outputs: Any, targets: Any) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError, UserWarning) as error:
         said = " ".join(str(error).split())[:200].rstrip(".")
         shown = [
             f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"in a {type(value).__name__}"
@@ -95,14 +96,15 @@ def loss_errors(outputs: Any, targets: Any) -> Iterator[None]:
         ) from error
 
 
-def loss_of(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
+def batch_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
     """Compute the mean loss of a batch.
 
     Raises:
         ValueError: If it cannot be computed, or is no single number.
     """
     outputs, targets = for_loss((outputs, targets))
-    with loss_errors(outputs, targets):
+    with loss_errors(outputs, targets), warnings.catch_warnings():
+        warnings.filterwarnings("error", "Using a target size")  # it broadcasts, and compares all pairs
         found = loss(outputs, targets)
     if not isinstance(found, Tensor) or found.ndim:
         got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
-from lightning_sym.networks.modes import loss_of
+from lightning_sym.networks.modes import batch_loss
 from lightning_sym.population import Loss
 
 
@@ -51,7 +51,7 @@ class PopulationLoss(Metric):
         (loss,) = self._loss
         assert loss is not None
         size = len(tree_leaves(outputs)[0][0])
-        losses = [loss_of(loss, tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
+        losses = [batch_loss(loss, tree_map(lambda tensor, i=i: tensor[i], outputs), targets) for i in range(len(rows))]
         _add(self.loss_sum, rows, torch.stack(losses).double() * size)
         _add(self.count, rows, size)
 

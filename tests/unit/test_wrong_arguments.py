@@ -84,3 +84,10 @@ def test_outputs_without_an_axis_of_channels_are_one_number_for_each_input():
     network = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     assert torch.equal(input_jacobians(network, X)[:, 0], network[0].weight.expand(8, 3))
     assert jacobian_rank(network, X).rank == 4
+
+
+@pytest.mark.parametrize("call", [
+    lambda network, data: barrier(network, nn.Linear(3, 1), data, loss=F.mse_loss),
+    lambda network, data: CurvatureOperator(network, data, F.mse_loss)])  # fmt: skip
+def test_targets_of_another_shape_are_not_compared_in_pairs(call):
+    assert_refused(call, nn.Linear(3, 1), [(X, torch.randn(8))], says="[8, 1]")
