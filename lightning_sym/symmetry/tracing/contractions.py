@@ -510,7 +510,11 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     out = letters[:channel] + "Z" + letters[channel + 1 :]
     matrix = "Z" + letters[channel] + string.ascii_uppercase[:count]
     weight, matrix = without(r, weight, matrix, matrix[2:])
-    return contract(r, letters, matrix, out, value, weight, bias)
+    if bias is None or r.made_of(value) == "inputs":
+        return contract(r, letters, matrix, out, value, weight, bias)
+    product = contract(r, letters, matrix, out, value, weight)  # of weights, as of learned queries
+    bias = reshaped(r, bias, [*r.shape(bias), *[1] * count])
+    return None if product is None else r.insert(aten.add.Tensor, product, bias)
 
 
 # Parts of values.

@@ -146,6 +146,7 @@ class _Respeller:
         region = _Region(end)
         waiting: list[fx.Node] = []
         seen: set[fx.Node] = set()
+        shared: set[fx.Node] = set()  # parts with other readers, and what these are parts of
 
         def add(node: fx.Node) -> bool:
             made = self.rewriter.made_of(node)
@@ -163,6 +164,9 @@ class _Respeller:
             name = self.rewriter.name(node)
             marked = node is not end and self.rewriter.is_marked(node)
             inner = node is end or (set(node.users) <= seen and (self.named or not marked))
+            if node in shared or (not inner and not marked and name in _CUTS):
+                shared.update(node.all_input_nodes)
+                inner = name in _CUTS | operations(Trait.MOVE) and not marked
             region.named |= marked
             if name not in _LINEAR or not inner or not is_plain_operation(node):
                 return
