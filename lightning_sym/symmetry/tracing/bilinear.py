@@ -174,8 +174,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not r.only_for(product, node) or r.name(product) != "mul" or node.kwargs.get("dtype") is not None:
         return None
     parts: list[Any] = list(product.args[:2])
-    if not all(isinstance(part, fx.Node) for part in parts):
-        return None
+    if not all(isinstance(part, fx.Node) for part in parts) or "rsqrt" in map(r.name, parts):
+        return None  # a norm, perhaps
     made = {r.made_of(part) for part in parts}
     if made == {"constants", "inputs"} and axes:
         return _scaled_sum(r, node, parts)

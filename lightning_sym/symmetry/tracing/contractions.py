@@ -549,6 +549,8 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     for view in (source, *shown(r, parts[0])):
         if r.shape(view) == numbers.shape and torch.equal(numbers, numbers_of(view.meta["val"])):
             return view
+        if (order := _rearranged(r, view, numbers, axis)) is not None:
+            return r.insert(aten.index_select.default, view, axis % numbers.ndim, r.hold(order))
     lines = [
         numbers[tuple(slice(None) if at == axis else 0 for at in range(numbers.ndim))] for axis in range(numbers.ndim)
     ]
@@ -565,6 +567,17 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     if not torch.equal(found + int(held.storage_offset()), numbers):
         return None
     return reshaped(r, permuted(r, reshaped(r, permuted(r, source, in_memory), sizes), order), numbers.shape)
+
+
+def _rearranged(r: Rewriter, view: fx.Node, numbers: Tensor, axis: int) -> Tensor | None:
+    """Return the places on an axis of a value at which a rearrangement of it has its parts; None for other values."""
+    if r.shape(view) != numbers.shape:
+        return None
+    own = numbers_of(view.meta["val"]).movedim(axis, 0)
+    order = own.reshape(len(own), -1)[:, 0].argsort()
+    wanted = numbers.movedim(axis, 0)
+    order = order[wanted.reshape(len(own), -1)[:, 0].argsort().argsort()]
+    return order if torch.equal(own[order], wanted) else None
 
 
 def _loops(offsets: Sequence[int]) -> list[tuple[int, int]]:
