@@ -1,4 +1,4 @@
-"""Spellings that random programs (``test_random_programs.py``) showed to have other groups; see ``spelling_cases.py``."""
+"""Spellings of which random programs (``test_random_programs.py``) showed that their groups differed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,9 @@ def chunked(h: Tensor, w: Tensor) -> Tensor:
 IN_GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "conv1d": lambda h, w: F.conv1d(h.mT, w[..., None], groups=2).mT,
     "chunks": chunked,
-    "einsum": lambda h, w: torch.einsum("...gi,goi->...go", h.unflatten(-1, (2, 3)), w.unflatten(0, (2, 3))).flatten(-2),
+    "einsum": lambda h, w: torch.einsum("...gi,goi->...go", h.unflatten(-1, (2, 3)), w.unflatten(0, (2, 3))).flatten(
+        -2
+    ),
 }
 # Two layers that read the same value, of which each may be a sum over parts of it.
 SUMMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -540,9 +540,7 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
     if sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
-    sources = [
-        own for own in sources_of(r, parts[0]) if math.prod(r.shape(own)) == numbers.numel() and numbers.numel()
-    ]
+    sources = [own for own in sources_of(r, parts[0]) if math.prod(r.shape(own)) == numbers.numel() and numbers.numel()]
     if not sources or any(own.meta["val"].dtype != parts[0].meta["val"].dtype for own in sources):
         return None
     for view in (*sources, *shown(r, parts[0])):
