@@ -13,6 +13,7 @@ import pytest
 import torch
 from found_spelling_cases import FOUND
 from further_spelling_cases import FURTHER
+from generated_spelling_cases import GENERATED
 from head_spelling_cases import HEAD_CASES
 from helpers import of, one_in, parameter
 from masked_spelling_cases import MASKED
@@ -28,7 +29,7 @@ from tried_spelling_cases import TRIED
 
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry, weight_matching
 
-ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES | MASKED | MEMBERS | PUBLISHED | TABLES
+ALL = FUNCTIONS | FURTHER | TRIED | FOUND | HEAD_CASES | MASKED | MEMBERS | PUBLISHED | TABLES | GENERATED
 LISTED = [(name, spelling) for name, function in ALL.items() for spelling in function.spellings]
 # Rounding of float64 in outputs that are computed in another order.
 EXACT = 1e-11

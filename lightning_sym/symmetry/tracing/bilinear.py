@@ -174,8 +174,10 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not r.only_for(product, node) or r.name(product) != "mul" or node.kwargs.get("dtype") is not None:
         return None
     parts: list[Any] = list(product.args[:2])
-    if not all(isinstance(part, fx.Node) for part in parts):
-        return None
+    if (several := _of_three_factors(r, node, parts)) is not None:
+        return several
+    if not all(isinstance(part, fx.Node) for part in parts) or "rsqrt" in map(r.name, parts):
+        return None  # a norm, perhaps
     made = {r.made_of(part) for part in parts}
     if made == {"constants", "inputs"} and axes:
         return _scaled_sum(r, node, parts)
@@ -255,6 +257,29 @@ def _of_moved_factors(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     moved = [r.insert(view.target, part, *view.args[1:], **view.kwargs) for part in parts]
     return r.insert(node.target, r.insert(aten.mul.Tensor, *moved), *node.args[1:], **node.kwargs)
+
+
+def _of_three_factors(r: Rewriter, node: fx.Node, parts: list[Any]) -> fx.Node | None:
+    """Rewrite the sum of a product of two values and a weight with three or more axes as one contraction."""
+    nested = [part for part in parts if r.name(part) == "mul" and r.only_for(part, node.args[0])]  # type: ignore[arg-type]
+    if len(nested) != 1:
+        return None
+    factors = [*nested[0].args[:2], *(part for part in parts if part is not nested[0])]
+    if sorted(r.made_of(own) for own in factors) != ["inputs", "inputs", "weights"]:
+        return None
+    letters, terms = string.ascii_lowercase[: len(r.shape(node.args[0]))], []
+    for at, own in enumerate(factors):
+        term = letters[len(letters) - len(r.shape(own)) :]
+        thin = [letter for letter, size in zip(term, r.shape(own), strict=True) if size == 1]
+        factors[at], term = without(r, own, term, thin)
+        terms.append(term)
+    gone = {letters[axis] for axis in reduced(node, len(letters))}
+    counts = {letter: sum(letter in term for term in terms) for letter in letters}
+    wide = all(len(term) > 2 for own, term in zip(factors, terms, strict=True) if r.made_of(own) == "weights")
+    if not wide or len(gone) < 2 or any(counts[letter] < 1 + (letter in gone) for letter in letters):
+        return None
+    out = "".join(letter for letter in letters if letter not in gone)
+    return reshaped(r, r.insert(aten.einsum.default, f"{','.join(terms)}->{out}", factors), r.shape(node))
 
 
 def mean_product(r: Rewriter, node: fx.Node) -> fx.Node | None:

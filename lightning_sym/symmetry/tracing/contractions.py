@@ -510,7 +510,11 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     out = letters[:channel] + "Z" + letters[channel + 1 :]
     matrix = "Z" + letters[channel] + string.ascii_uppercase[:count]
     weight, matrix = without(r, weight, matrix, matrix[2:])
-    return contract(r, letters, matrix, out, value, weight, bias)
+    if bias is None or r.made_of(value) == "inputs":
+        return contract(r, letters, matrix, out, value, weight, bias)
+    product = contract(r, letters, matrix, out, value, weight)  # of weights, as of learned queries
+    bias = reshaped(r, bias, [*r.shape(bias), *[1] * count])
+    return None if product is None else r.insert(aten.add.Tensor, product, bias)
 
 
 # Parts of values.
@@ -535,32 +539,51 @@ def joined(r: Rewriter, parts: Sequence[Any], axis: int) -> fx.Node | None:
         return None
     if sum(math.prod(r.shape(part)) for part in parts) > _MOST:
         return None
-    if not (sources := sources_of(r, parts[0])):
-        return None
-    source = sources[0]
-    held: Tensor = source.meta["val"]
     numbers = torch.cat([numbers_of(part.meta["val"]) for part in parts], axis)
-    if held.dtype != parts[0].meta["val"].dtype or held.numel() != numbers.numel() or not numbers.numel():
+    sources = [own for own in sources_of(r, parts[0]) if math.prod(r.shape(own)) == numbers.numel() and numbers.numel()]
+    if not sources or any(own.meta["val"].dtype != parts[0].meta["val"].dtype for own in sources):
         return None
-    for view in (source, *shown(r, parts[0])):
+    for view in (*sources, *shown(r, parts[0])):
         if r.shape(view) == numbers.shape and torch.equal(numbers, numbers_of(view.meta["val"])):
             return view
+        if (order := _rearranged(r, view, numbers, axis)) is not None:
+            return r.insert(aten.index_select.default, view, axis % numbers.ndim, r.hold(order))
+    found = (_in_loops(r, source, numbers) for source in sources)
+    return next((own for own in found if own is not None), None)
+
+
+def _in_loops(r: Rewriter, source: fx.Node, numbers: Tensor) -> fx.Node | None:
+    """Return a value in a regular order of its elements, given by their numbers in memory."""
+    held: Tensor = source.meta["val"]
+    steps: tuple[int, ...] = layout(held)[1]
+    in_memory = sorted(range(held.ndim), key=lambda at: -steps[at])
+    own, places = numbers_of(held).permute(in_memory).reshape(-1).sort()
+    at = torch.searchsorted(own, numbers).clamp(max=len(own) - 1)
+    if not torch.equal(own[at], numbers):
+        return None
+    numbers = places[at]
     lines = [
         numbers[tuple(slice(None) if at == axis else 0 for at in range(numbers.ndim))] for axis in range(numbers.ndim)
     ]
     loops = [_loops((line - line[0]).tolist()) for line in lines]
     inner = sorted(((step, size) for own in loops for size, step in own), reverse=True)
     sizes, order = [size for _, size in inner], [inner.index((step, size)) for own in loops for size, step in own]
-    steps: tuple[int, ...] = layout(held)[1]
-    in_memory = sorted(range(held.ndim), key=lambda at: -steps[at])
-    if math.prod(sizes) != held.numel() or not held.permute(in_memory).is_contiguous():
-        return None
-    if max(map(len, loops)) > 2:
+    if math.prod(sizes) != held.numel() or max(map(len, loops)) > 2:
         return None  # patches of an image: their places are no heads
-    found = torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape)
-    if not torch.equal(found + int(held.storage_offset()), numbers):
+    if not torch.equal(torch.arange(held.numel()).reshape(sizes).permute(order).reshape(numbers.shape), numbers):
         return None
     return reshaped(r, permuted(r, reshaped(r, permuted(r, source, in_memory), sizes), order), numbers.shape)
+
+
+def _rearranged(r: Rewriter, view: fx.Node, numbers: Tensor, axis: int) -> Tensor | None:
+    """Return the places on an axis of a value at which a rearrangement of it has its parts; None for other values."""
+    if r.shape(view) != numbers.shape:
+        return None
+    own = numbers_of(view.meta["val"]).movedim(axis, 0)
+    order = own.reshape(len(own), -1)[:, 0].argsort()
+    wanted = numbers.movedim(axis, 0)
+    order = order[wanted.reshape(len(own), -1)[:, 0].argsort().argsort()]
+    return order if torch.equal(own[order], wanted) else None
 
 
 def _loops(offsets: Sequence[int]) -> list[tuple[int, int]]:

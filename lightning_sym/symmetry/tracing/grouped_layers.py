@@ -38,11 +38,12 @@ def find_grouped_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
         Exception: One of :data:`NOT_ON_NUMBERS`, for other functions.
     """
     value, kernel, shown = shapes
-    if len(kernel) < 3:
+    if len(kernel) < 2:
         raise UnlikeError
     centre = tuple(size // 2 for size in shown)
     met = _met(function, value, kernel, centre)
-    spatial = [_only(step) for step in met.steps[1:]]
+    wide = [at for at, width in enumerate(kernel[2:], 1) if width > 1]  # axes along which kernels have a width
+    spatial = [_only(met.steps[at]) for at in wide]
     batch: list[tuple[int, int]] = []  # axes of the value and of the result
     outputs: list[tuple[int, int]] = []  # the rows from one place to the next, and the axis
     moves = [met.steps[0]] if kernel[1] > 1 else []  # along the channels
@@ -64,9 +65,11 @@ def find_grouped_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
     if not moves:
         raise UnlikeError
     channel = _only(moves[0])
-    groups = value[channel] // kernel[1]
+    if (groups := value[channel] // kernel[1]) < 2:
+        raise UnlikeError
     windows = []
-    for own, step, width in zip(spatial, met.steps[1:], kernel[2:], strict=True):
+    for own, at in zip(spatial, wide, strict=True):
+        step, width = met.steps[at], kernel[at + 1]
         stride, axis = seen.get(own, (1, -1))
         start = int(met.first[own]) - stride * (centre[axis] if axis >= 0 else 0)
         windows.append(Window(own, width, stride, int(step[own]), start, shown[axis] if axis >= 0 else 1, False))
@@ -79,7 +82,7 @@ def find_grouped_layer(function: Bilinear, *shapes: tuple[int, ...]) -> Layer:
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (value, kernel)]
-    if groups == 1 or not is_close(found.put(run, *numbers), function(*numbers)):
+    if not is_close(found.put(run, *numbers), function(*numbers)):
         raise UnlikeError
     return found
 

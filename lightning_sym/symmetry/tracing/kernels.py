@@ -145,7 +145,11 @@ def grouped(r: Rewriter, node: fx.Node) -> fx.Node | None:
     )
     shape, kernel, out = r.shape(value), r.shape(weight), r.shape(node)
     count = spatial_axes_of(r.name(node))
-    if groups == 1 or weight in r.capture.states or r.made_of(weight) == "constants" or len(shape) != count + 2:
+    own = weight.args[0] if weight not in r.capture.states and r.name(weight) in operations(Trait.REGROUP) else weight
+    matrix = own in r.capture.states and r.shape(own) == kernel[:2]  # of a layer in groups
+    if groups == 1 or own is weight in r.capture.states or matrix or r.made_of(weight) == "constants":
+        return None
+    if len(shape) != count + 2:
         return None
     if isinstance(padding, str) or math.prod(out[2:]) * math.prod(kernel[2:]) * math.prod(shape[:2]) > _MOST:
         return None

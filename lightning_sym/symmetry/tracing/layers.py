@@ -138,22 +138,23 @@ class Layer:
         value = _permuted(insert, value, kept)
         batch = [shape[axis] for axis in self.batch]
         count = math.prod(shape[axis] for axis in self.channels)
-        spread = [shape[window.axis] for window in self.windows]
-        wide = [math.prod(batch), count, *spread] if self.windows else [*batch, count]
+        spread = [shape[window.axis] for window in self.windows] or [1] * (self.groups > 1)
+        wide = [math.prod(batch), count, *spread] if spread else [*batch, count]
         value = _reshaped(insert, value, [shape[axis] for axis in kept], wide)
         weight = _reshaped(insert, weight, own, self.split)
         weight = _permuted(insert, weight, self.order)
         parts = [self.split[axis] for axis in self.order]
         outputs = math.prod(parts[: self.outputs])
-        kernel = [outputs, count // self.groups, *(window.width for window in self.windows)]
+        kernel = [outputs, count // self.groups, *([window.width for window in self.windows] or spread)]
         weight = _reshaped(insert, weight, parts, kernel)
         if flips := [at + 2 for at, window in enumerate(self.windows) if window.flipped]:
             weight = insert(aten.flip.default, weight, flips)
-        if self.windows:
-            convolution = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[len(self.windows) - 1]
+        if spread:
+            convolution = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)[len(spread) - 1]
             moves = [[window.stride for window in self.windows], padding, [window.dilation for window in self.windows]]
+            moves = moves if self.windows else [[1], [0], [1]]
             value = insert(convolution, value, weight, bias, *moves, *[self.groups] * (self.groups > 1))
-            made = [wide[0], outputs, *(window.count for window in self.windows)]
+            made = [wide[0], outputs, *([window.count for window in self.windows] or spread)]
         else:
             value = insert(aten.linear.default, value, weight, *([] if bias is None else [bias]))
             made = [*batch, outputs]

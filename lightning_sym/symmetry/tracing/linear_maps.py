@@ -146,6 +146,7 @@ class _Respeller:
         region = _Region(end)
         waiting: list[fx.Node] = []
         seen: set[fx.Node] = set()
+        shared: set[fx.Node] = set()  # parts with other readers, and what these are parts of
 
         def add(node: fx.Node) -> bool:
             made = self.rewriter.made_of(node)
@@ -163,6 +164,9 @@ class _Respeller:
             name = self.rewriter.name(node)
             marked = node is not end and self.rewriter.is_marked(node)
             inner = node is end or (set(node.users) <= seen and (self.named or not marked))
+            if node in shared or (not inner and not marked and name in _CUTS):
+                shared.update(node.all_input_nodes)
+                inner = name in _CUTS | operations(Trait.MOVE) and not marked
             region.named |= marked
             if name not in _LINEAR or not inner or not is_plain_operation(node):
                 return
@@ -203,7 +207,9 @@ class _Respeller:
         cut = any(name in _CUTS for at in convolved for name in names[:at]) or bool(convolved and region.of_weights)
         packed = any(self.rewriter.name(step) == "cat" for step in region.of_weights)
         in_groups = any(_has_groups(self.rewriter, region.steps[at]) for at in products) and bool(region.of_weights)
-        return len(products) > 1 or cut or packed or in_groups or not _WINDOWS.isdisjoint(names)
+        before = names[names.index("add") + 1 : products[0]] if "add" in names and len(region.weights) > 1 else []
+        behind = not operations(Trait.MOVE).isdisjoint(before)  # a bias is added to the moved result
+        return len(products) > 1 or cut or packed or in_groups or behind or not _WINDOWS.isdisjoint(names)
 
     def _on_numbers(self, find: Callable[[_Region], FoundT | None], region: _Region) -> FoundT | None:
         """Return the result of a search that runs a region on numbers; None if it cannot run, or adds a constant."""

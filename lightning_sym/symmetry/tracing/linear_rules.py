@@ -104,7 +104,8 @@ def _grouped(
     constraints = trace.constraints
     label = trace.label(value, channel)
     rest = tuple(other for other in value.labels if other.axes and channel not in other.axes)
-    name = weight.state
+    (root, _), *others = weight.sources or ((weight, ()),)
+    name = root.state if not others and root.shape in (weight.shape, weight.shape[:2]) else None  # or a matrix
     first, second = (trace.label(weight, axis) for axis in (0, 1))
     if weight.concrete is not None and weight.shape[1] == 1 and shape[channel] == value.shape[channel]:
         # One filter per channel, as for blurring: channels with equal filters can be permuted.

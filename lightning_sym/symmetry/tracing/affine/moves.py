@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -213,7 +214,8 @@ def joined_relation(values: Sequence[Value], axis: int) -> Relation | None:
         alike = all(torch.equal(one, two) for own in arrays for one, two in zip(own, arrays[0], strict=True))
         return first if alike and len(found) == len(values) else None
     count, rank = first.total.segments, values[0].rank
-    apart = [range(number * count, (number + 1) * count) for number in range(len(values))]
+    within = [range(count if value.relation is not None else 1) for value in values]  # the segments of each value
+    starts = list(accumulate((len(own) for own in within), initial=0))
     own = iter(arrays)
     nothing = [torch.zeros([1] * rank).long()] * len(arrays[0])  # any coefficients, as the total is unknown
     arrays = [nothing if value.relation is None else next(own) for value in values]
@@ -223,12 +225,12 @@ def joined_relation(values: Sequence[Value], axis: int) -> Relation | None:
         sizes = [[*whole[:axis], value.shape[axis], *whole[axis + 1 :]] for value in values]
         return torch.cat([part.expand(size) for part, size in zip(parts, sizes, strict=True)], axis)
 
-    segments = joined([parts[0] + own[0] for parts, own in zip(arrays, apart, strict=True)])
+    segments = joined([parts[0] + start for parts, start in zip(arrays, starts[:-1], strict=True)])
     places = iter([joined(parts) for parts in zip(*(parts[1:] for parts in arrays), strict=True)])
-    total = Total(count * len(values), before=(first.total, torch.arange(count * len(values)) % count))
+    total = Total(starts[-1], before=(first.total, torch.tensor([at for own in within for at in own])))
     if len(found) < len(values):
         total.constant = tuple(
-            math.nan if value.relation is None else 0.0 for value, own in zip(values, apart, strict=True) for _ in own
+            math.nan if value.relation is None else 0.0 for value, own in zip(values, within, strict=True) for _ in own
         )
     return Relation(first.axes, segments, first.coefficient.mapped(lambda _: next(places)), total)
 

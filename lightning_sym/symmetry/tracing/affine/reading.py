@@ -250,7 +250,7 @@ def _rows_of_products(constants: Constants) -> Iterator[tuple[str, frozenset[int
     names = [*states.values()]
     for node, name in states.items():
         own, along = node, _axes_of(node.meta["val"].shape)
-        while len(own.users) == 1:
+        while len(own.users) == 1 and isinstance(own.meta["val"], Tensor):  # not a list, as of one row
             (user,) = own.users
             shape = tuple(own.meta["val"].shape)
             move = move_of(user, name_of(user), shape, constants.known) if name_of(user) in _MOVING else None

@@ -1,0 +1,91 @@
+"""Spellings of which random programs (``test_random_programs.py``) showed that their groups differed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import of, parameter
+from spelling_cases import Function, each, steps
+from table_spelling_cases import L
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def chunked(h: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([one @ own.T for one, own in zip(h.chunk(2, -1), w.chunk(2), strict=True)], -1)
+
+
+IN_GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "conv1d": lambda h, w: F.conv1d(h.mT, w[..., None], groups=2).mT,
+    "chunks": chunked,
+    "einsum": lambda h, w: torch.einsum("...gi,goi->...go", h.unflatten(-1, (2, 3)), w.unflatten(0, (2, 3))).flatten(
+        -2
+    ),
+}
+# Two layers that read the same value, of which each may be a sum over parts of it.
+SUMMED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda h, w: h @ w.T,
+    "parts": lambda h, w: h[..., :2] @ w[:, :2].T + h[..., 2:] @ w[:, 2:].T,
+    "chunks": lambda h, w: sum(a @ b.T for a, b in zip(h.chunk(2, -1), w.chunk(2, 1), strict=True)),  # type: ignore[return-value]
+}
+QUERIES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "linear": lambda t, layer: layer(t),
+    "convolution": lambda t, layer: F.conv1d(t.T[None], layer.weight[..., None], layer.bias)[0].T,
+}
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat": lambda h: torch.cat([h[..., 2:], h[..., :2]], -1),
+    "roll": lambda h: h.roll(2, -1),
+    "index": lambda h: h[..., [2, 3, 0, 1]],
+}
+AVERAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda h: h.mean(1),
+    "sum": lambda h: h.sum(1) / 3,
+    "einsum": lambda h: torch.einsum("bti->bi", h) / 3,
+}
+HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unflatten": lambda h: h.unflatten(-1, (2, 2)).transpose(1, 2),
+    "stack": lambda h: torch.stack(h.split(2, -1), 1),
+}
+HALVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "linear": lambda h, layer: layer(h),
+    "cat": lambda h, layer: torch.cat(
+        [F.linear(h, *own) for own in zip(layer.weight.chunk(2), layer.bias.chunk(2), strict=True)], -1),
+}  # fmt: skip
+
+
+def standardised(h: Tensor) -> Tensor:
+    return (h - h.mean(-1, keepdim=True)) * (h.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt()
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def beside_a_function(s: Any, x: Tensor) -> Tensor:
+    h = F.group_norm(s.a(x).flatten(0, 1), 2, s.g, s.b).view(len(x), -1, 4)
+    return torch.tanh(s.d(torch.cat([h, torch.tanh(s.c(h))], -1)))
+
+
+GENERATED: dict[str, Function] = {
+    "layer in groups": Function({"a": of(L, 9, 6), "w": parameter(6, 3), "b": parameter(6), "o": of(L, 6, 7)},
+        steps(9), 6, each(IN_GROUPS, lambda own: lambda s, x: s.o(torch.tanh(own(F.relu(s.a(x)), s.w) + s.b)))),
+    "kernel of width 1 in groups": Function({"a": of(L, 9, 6), "w": parameter(6, 3, 1), "b": parameter(6),
+        "o": of(L, 6, 7)}, steps(9), 6,
+        each(IN_GROUPS, lambda own: lambda s, x: s.o(torch.tanh(own(F.relu(s.a(x)), s.w[..., 0]) + s.b)))),
+    "two sums over parts": Function({"a": of(L, 9, 4), "c": parameter(6, 4), "d": parameter(5, 4)}, steps(9), 16,
+        each(SUMMED, lambda own: lambda s, x: (lambda h: torch.cat([torch.tanh(own(h, s.c)), own(h, s.d)], -1))(
+            s.a(x)))),
+    "queries of a table": Function({"t": parameter(7, 4), "q": of(L, 4, 4), "a": of(L, 9, 4), "o": of(L, 4, 6)},
+        steps(9), 36, each(QUERIES, lambda own: lambda s, x: (lambda h: s.o((torch.tanh(own(s.t, s.q) @ h.mT) @ h)
+            .mean(1)))(s.a(x))), samples=60),
+    "units in another order": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 4,
+        each(ORDERS, lambda own: lambda s, x: s.o(own(torch.abs(s.a(x)))))),
+    "mean of norms": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 6,
+        each(AVERAGES, lambda own: lambda s, x: s.o(own(standardised(F.elu(s.a(x))))))),
+    "heads of one layer": Function({"a": of(L, 9, 4), "i": of(L, 4, 12), "o": of(L, 4, 6)}, steps(9), 24,
+        each(HEADS, lambda own: lambda s, x: s.o(attended(*map(own, s.i(F.silu(s.a(x))).chunk(3, -1))))), samples=60),
+    "gain of two halves": Function({"a": of(L, 9, 4), "c": of(L, 4, 4), "o": of(L, 4, 6)}, steps(9), 8,
+        each(HALVES, lambda own: lambda s, x: (lambda h: s.o(h * (1 + own(h, s.c))))(s.a(x)))),
+    "norm in groups beside its function": Function({"a": of(L, 9, 4), "g": parameter(4), "b": parameter(4),
+        "c": of(L, 4, 3), "d": of(L, 7, 4)}, steps(9), 42, {"group_norm": beside_a_function}, samples=60),
+}  # fmt: skip
