@@ -36,7 +36,7 @@ from lightning_sym.merging import align, merge_checkpoints, traced
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.merging.equality import equality, rounding_of
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.graph.calls import Call
 
 _NOISE = 0.02
 

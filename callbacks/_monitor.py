@@ -21,7 +21,7 @@ from lightning_sym.callbacks.publishing import publish_results
 from lightning_sym.callbacks.report import AfterFit
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 _CPU = torch.device("cpu")
 _SHARDED = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)

@@ -13,7 +13,7 @@ from lightning_sym.networks import architecture_name
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve_geometry import CurveOf, curve_geometry_results
 from lightning_sym.reports.report import picked
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks import CurveTask
 
 

@@ -23,7 +23,7 @@ from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.curve import LINE, MATCHED, MeasuredPath, MeasuredPlane, Pair, curve_results
 from lightning_sym.reports.report import counted
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks import CurveTask
 
 # How far the grid of a plane reaches beyond the rectangle of its three points, as a share of its sides.

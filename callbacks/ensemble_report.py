@@ -17,7 +17,7 @@ from lightning_sym.ensembles import ensemble_scores, log_probabilities
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.zoo import ModelZoo
 
 _OF_ZOOS = ("network",)

@@ -25,7 +25,7 @@ from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_nor
 from lightning_sym.reports import RunResults
 from lightning_sym.reports.ensembles import MeasuredEnsemble, ensemble_results
 from lightning_sym.reports.report import counted, picked
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.zoo import rebuild_manifest, versions, write_member
 
 State = dict[str, Tensor]

@@ -20,7 +20,7 @@ from lightning_sym.reports import RunResults
 from lightning_sym.reports.matching import MERGED, SPLITS, Line, MergedPair, Pair, matching_results
 from lightning_sym.reports.report import counted, picked
 from lightning_sym.reports.stitching import AS_IS, NO_NORM, RECALIBRATED
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks import MatchingTask
 from lightning_sym.tasks.matching import UNMATCHED
 from lightning_sym.zoo import rebuild_manifest, write_member

@@ -33,7 +33,7 @@ from lightning_sym.reports.merged_tasks import (
     merged_task_results,
 )
 from lightning_sym.reports.report import counted
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks import FineTuneTask
 
 METHODS: Mapping[str, Mapping[str, Any]] = {

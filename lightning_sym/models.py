@@ -22,7 +22,7 @@ from lightning_sym._checkpoint_files import check_model_folder, unknown_model_ty
 from lightning_sym._files import load_json
 from lightning_sym._text import nearest
 from lightning_sym.symmetry import Call, without_weights
-from lightning_sym.symmetry.tracing.capture import first_names
+from lightning_sym.symmetry.tracing.graph.capture import first_names
 from lightning_sym.zoo import ModelZoo
 
 # Two samples: an axis of one would broadcast.

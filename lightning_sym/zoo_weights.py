@@ -21,7 +21,7 @@ from lightning_sym._checks import check_seeds, check_words
 from lightning_sym._random import generator
 from lightning_sym.networks import Network
 from lightning_sym.symmetry import Symmetry, canonicalize, trace_symmetry
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.zoo import ModelZoo, example_input
 
 Form = Literal["raw", "canonical"]

@@ -93,7 +93,7 @@ def _pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(autouse=True)
 def _own_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the tracing rules that a test registers."""
-    rules = sys.modules.get("lightning_sym.symmetry.tracing.rules")
+    rules = sys.modules.get("lightning_sym.symmetry.tracing.labelling.rules")
     for name in ("_RULES", "_MODULE_RULES") if rules is not None else ():
         monkeypatch.setattr(rules, name, dict(getattr(rules, name)))
 

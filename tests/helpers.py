@@ -30,7 +30,7 @@ from lightning_sym._files import write_atomically
 from lightning_sym.figures import cards
 from lightning_sym.figures.cards import CARD
 from lightning_sym.networks import Network
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.zoo import rebuild_manifest, write_member
 
 BRODEN = ("object", "part", "scene", "material", "texture", "color")  # categories of its concepts

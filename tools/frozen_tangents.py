@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.charts import charted
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 # Largest squared residual of a unit tangent in the span, and largest relative eigenvalue that counts as zero.
 LEFT, NOTHING = 1e-7, 1e-10

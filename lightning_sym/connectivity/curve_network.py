@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_sym.connectivity.curves import Curve, CurveKind
 from lightning_sym.connectivity.interpolation import check_same_structure
 from lightning_sym.landscape.planes import trainable, weight_vector
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
 class CurveNetwork(nn.Module):

@@ -16,7 +16,7 @@ from lightning_sym._checks import check_integers, check_known
 from lightning_sym._files import load_json, write_atomically
 from lightning_sym.connectivity.interpolation import Barrier, LabelledBatches, LossOptions, split_losses
 from lightning_sym.landscape.planes import WeightPlane, trainable, weight_tensors
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 CurveKind: TypeAlias = Literal["bezier", "chain"]
 KINDS: tuple[CurveKind, ...] = get_args(CurveKind)

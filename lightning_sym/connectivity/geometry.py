@@ -24,7 +24,7 @@ from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_nor
 from lightning_sym.networks.modes import in_precision
 from lightning_sym.similarity.cka import Alignment, alignments
 from lightning_sym.symmetry import Symmetry
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 DIRECTIONS = ("straight", "detour", "tangent", "random")
 # Steps of central differences. The smaller ones fit between kinks of piecewise linear networks.

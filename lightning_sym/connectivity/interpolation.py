@@ -18,7 +18,7 @@ from lightning_sym._checks import check_batches, check_counts_alike, check_integ
 from lightning_sym._distributed import Batches, device_of, inputs_for, moved, rank, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import batch_loss, evaluating, for_loss
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 LabelledBatches: TypeAlias = Iterable[Sequence[Tensor]]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

@@ -9,8 +9,8 @@ from lightning_sym._checks import check_integers, check_module, check_numbers, c
 from lightning_sym._distributed import device_of, moved, wide
 from lightning_sym.networks.modes import evaluating, in_precision
 from lightning_sym.symmetry.dimension import jacobian_rows
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
 @dataclass(frozen=True)

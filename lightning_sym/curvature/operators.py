@@ -28,7 +28,7 @@ from lightning_sym._random import derive_seed, seeded
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
 from lightning_sym.networks.modes import for_loss, in_precision, loss_errors, twice_differentiable
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from lightning_sym.curvature.proof import Pass
 from lightning_sym.curvature.rules import FFC, Rule, find_rule
 from lightning_sym.curvature.sums import FactorSums
 from lightning_sym.networks.modes import evaluating
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
 class Engine(ABC):

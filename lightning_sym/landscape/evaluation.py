@@ -19,7 +19,7 @@ from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, 
 from lightning_sym.landscape.planes import WeightPlane, as_tensors, trainable, weight_vector
 from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
 from lightning_sym.networks.modes import in_precision
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 Method: TypeAlias = Literal["auto", "closed_form", "affine", "vmap", "loop"]
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]

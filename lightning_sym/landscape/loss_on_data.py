@@ -20,7 +20,7 @@ from lightning_sym._random import derive_seed, seeded
 from lightning_sym.landscape.langevin import lanczos_top
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.networks.modes import in_precision, loss_errors, twice_differentiable
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 BatchLoss = Callable[[Any, Any], Tensor]
 # Calls before a function is recorded, which takes as long as a few calls.

@@ -10,7 +10,7 @@ from lightning_sym._checks import check_rows
 from lightning_sym.landscape.evaluation import LossSurface
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.networks.modes import PlainDistances, in_precision
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
 class NetworkOutputs:

@@ -15,7 +15,7 @@ from lightning_sym._distributed import device_of, inputs_for, moved, on_device_o
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
 from lightning_sym.networks.modes import batch_loss, evaluating, for_loss
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 Loss = Callable[[Any, Any], Tensor]
 _ROUNDING = 1e-6  # relative, of a mean loss in float32

@@ -15,7 +15,7 @@ from lightning_sym.symmetry import Call, canonicalize, trace_symmetry, weight_ma
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.gathered import Rung
 from lightning_sym.symmetry.proof import double, outputs_of
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 # Quartics (pairs of units) that are solved at once.
 _PAIRS = 2**18

@@ -17,7 +17,7 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.networks.narrowing import Axis, narrowed
 from lightning_sym.symmetry import Symmetry, trace_symmetry
 from lightning_sym.symmetry.charts import charted
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 Unit = tuple[str, int]
 """The name of an axis group, and the unit's number in it."""

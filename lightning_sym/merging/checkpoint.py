@@ -21,8 +21,8 @@ from lightning_sym.models import Model, build_light, model_in, names_in_network
 from lightning_sym.networks.batch_norm import batch_norms
 from lightning_sym.symmetry.files import Planned, Shards, new_folder, write_files, write_single
 from lightning_sym.symmetry.proof import double
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import first_names, state_tensors
 from lightning_sym.weights import listed, match_weights, read_weights
 from lightning_sym.zoo import ModelZoo
 

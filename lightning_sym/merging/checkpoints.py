@@ -37,7 +37,7 @@ from lightning_sym.networks.modes import containers_kept, evaluating
 from lightning_sym.symmetry import Call, Element, trace_symmetry
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.proof import change, double, double_copies, double_copy, outputs_of, tolerance_of
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 _NOT_ALIGNED = "was not aligned"
 _NAMED = 4  # most networks that a note names

@@ -29,7 +29,7 @@ from lightning_sym.symmetry import Call, Element, Symmetry, weight_matching
 from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.moving import MovedTensors
 from lightning_sym.symmetry.proof import change, cropped, double, double_copy, noisy, outputs_of, runs
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors
 
 # Largest difference of a slice of weights, or of an output, between equal networks, in units of the effect of rounding.

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from lightning_sym.connectivity.interpolation import Barrier, Loss, barrier, curve_losses
 from lightning_sym.merging.network_files import NetworkFiles
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 PLAIN, ALIGNED = "merged, unaligned", "merged, aligned"  # names of merged networks
 Data = Iterable[Sequence[Tensor]]

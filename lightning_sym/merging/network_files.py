@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym.symmetry.arrays import give_back_memory
-from lightning_sym.symmetry.tracing.capture import copied, state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import copied, state_tensors
 
 _ALIGNED = 64  # bytes
 

@@ -8,7 +8,7 @@ from lightning_sym.merging.formulas import Tally
 from lightning_sym.merging.methods import merge_tensors
 from lightning_sym.merging.parameters import Layers, MergeSettings
 from lightning_sym.networks.batch_norm import batch_norms
-from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import first_names, state_tensors
 from lightning_sym.symmetry.views import NamedTensors
 
 _STATISTICS = ("running_mean", "running_var")

@@ -30,7 +30,7 @@ from lightning_sym.symmetry.group.assignment import (
     copied_blocks,
     matched_groups,
 )
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.solving.structure import Slot
 
 # Without a permutation, scales, matrices and rotations must reduce the squared distance below this fraction. Planted
 # ones reduce it to 0.06 at most; differences from fine-tuning leave 0.43 at least and are not symmetries.

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry import Call, Symmetry, trace_symmetry
 from lightning_sym.symmetry.architecture import held_by
-from lightning_sym.symmetry.tracing.capture import first_names, places_of, unsaved_places
-from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
+from lightning_sym.symmetry.tracing.graph.capture import first_names, places_of, unsaved_places
+from lightning_sym.symmetry.tracing.labelling.rules import leaf_types, own_operations
 
 _MOST = 4  # architectures
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

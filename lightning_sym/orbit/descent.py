@@ -28,7 +28,7 @@ from lightning_sym.symmetry.group.gauge import one_sided
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.moves.moved import ChangedFunctionError, Moved, moved, require_weights
 from lightning_sym.symmetry.proof import double, double_copy, tolerance_of
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 Start = Element | Literal["balanced", "hadamard"] | None
 

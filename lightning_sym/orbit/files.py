@@ -33,7 +33,7 @@ from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.saved import write_element
 from lightning_sym.symmetry.moves.moved import Moved, largest_output_change, moved
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.zoo import versions
 
 GIVEN, RESULT = "as given", "reparametrized"

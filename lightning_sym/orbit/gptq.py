@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sym._distributed import on_device_of
 from lightning_sym.orbit import rounding
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 _DAMPING = 0.01  # of the mean of the diagonal, added to it, as in the authors' code
 

@@ -16,7 +16,7 @@ from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.group.ranges import Ranges, Slices
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 _SWEEPS = 1000
 _ALPHAS = tuple(number / 20 for number in range(20))

@@ -14,7 +14,7 @@ from lightning_sym.orbit.view import View
 from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.charts import charted, uncharted
 from lightning_sym.symmetry.group.factor import Factor, members
-from lightning_sym.symmetry.tracing.capture import first_names, state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import first_names, state_tensors
 from lightning_sym.symmetry.views import FixedTensors
 
 Function = Callable[..., Tensor]

@@ -14,8 +14,8 @@ from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
 from lightning_sym.orbit.objective import check_batches
 from lightning_sym.orbit.view import call_of
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 Granularity = Literal["tensor", "channel"]
 Scope = Literal["tensor", "global"]

@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_sym.networks.modes import for_loss
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import first_names
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import first_names
 from lightning_sym.symmetry.views import NamedTensors
 
 

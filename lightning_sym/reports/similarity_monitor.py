@@ -19,7 +19,7 @@ from lightning_sym.networks import Network, architecture_name
 from lightning_sym.reports.report import ResultTable, RunResults, finite
 from lightning_sym.similarity import Features, Layer, Link, Measure, PopulationSimilarity, features_of
 from lightning_sym.symmetry import ChannelGroup, trace_symmetry
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.weights import check_numbers_alike, listed
 
 State: TypeAlias = Mapping[str, Tensor]

@@ -15,7 +15,7 @@ from lightning_sym.figures import Chart, Marks, epoch_panel
 from lightning_sym.networks import architecture_name
 from lightning_sym.reports.report import ResultTable, RunResults, finite, over_members
 from lightning_sym.symmetry import Balance, balance, canonicalize, trace_symmetry
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 Numbers: TypeAlias = dict[str, float]
 Point: TypeAlias = Mapping[str, Any]

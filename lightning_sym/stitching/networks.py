@@ -23,7 +23,7 @@ from lightning_sym.stitching.maps.base import Port, StitchingMap
 from lightning_sym.stitching.maps.families import stitching_map
 from lightning_sym.stitching.maps.moments import FeatureMoments
 from lightning_sym.symmetry import ChannelGroup, Element, IntertwinerGroup, Symmetry, Tap, trace_symmetry
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 Family = str | Callable[[Port], StitchingMap]
 Ports = Literal["all", "branch"]

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from lightning_sym.symmetry.tangents import OrbitTangents as OrbitTangents
     from lightning_sym.symmetry.tangents import orbit_tangents as orbit_tangents
     from lightning_sym.symmetry.trace import trace_symmetry as trace_symmetry
-    from lightning_sym.symmetry.tracing.calls import Call as Call
-    from lightning_sym.symmetry.tracing.rules import register_rule as register_rule
-    from lightning_sym.symmetry.tracing.values import Value as Value
-    from lightning_sym.symmetry.tracing.vocabulary import Trace as Trace
-    from lightning_sym.symmetry.tracing.weightless import without_weights as without_weights
+    from lightning_sym.symmetry.tracing.graph.calls import Call as Call
+    from lightning_sym.symmetry.tracing.graph.weightless import without_weights as without_weights
+    from lightning_sym.symmetry.tracing.labelling.rules import register_rule as register_rule
+    from lightning_sym.symmetry.tracing.labelling.values import Value as Value
+    from lightning_sym.symmetry.tracing.labelling.vocabulary import Trace as Trace
 
 __getattr__, __dir__ = lazy(globals())
 

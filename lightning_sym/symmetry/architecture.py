@@ -17,7 +17,7 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from lightning_sym.symmetry.tracing.capture import (
+from lightning_sym.symmetry.tracing.graph.capture import (
     address_of,
     first_names,
     memory_of,

@@ -34,13 +34,13 @@ from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.statistics import buffer_rank, counted_twice, scaled_buffers
 from lightning_sym.symmetry.permutation_spec import PermutationSpec, permutation_spec_of
 from lightning_sym.symmetry.proof import batches_of, double, double_copy, largest_change, tolerance_of
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.affine.parts import Shown
-from lightning_sym.symmetry.tracing.calls import Call, check_arguments
-from lightning_sym.symmetry.tracing.capture import Mark, copied, memory_of, places_of, state_tensors
-from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.values import Value
-from lightning_sym.symmetry.tracing.weightless import is_weightless
+from lightning_sym.symmetry.tracing.graph.calls import Call, check_arguments
+from lightning_sym.symmetry.tracing.graph.capture import Mark, copied, memory_of, places_of, state_tensors
+from lightning_sym.symmetry.tracing.graph.norms import Norm
+from lightning_sym.symmetry.tracing.graph.weightless import is_weightless
+from lightning_sym.symmetry.tracing.labelling.values import Value
 
 # Number of elements that act on a network at its first use, unless it is large.
 _ELEMENTS = 6

@@ -9,8 +9,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
 from lightning_sym._checks import is_finite, must_be_finite
-from lightning_sym.symmetry.tracing.calls import Call, arguments_of, check_arguments
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.calls import Call, arguments_of, check_arguments
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 # Modules that hide the operations of others, by class.
 _MADE_FROM_OTHERS = {

@@ -24,9 +24,9 @@ from lightning_sym.symmetry.jacobians import has_its_derivative, jacobian_at, mo
 from lightning_sym.symmetry.lengths import other_lengths, samples_of
 from lightning_sym.symmetry.proof import double, double_copy, perturb, runs
 from lightning_sym.symmetry.tangents import tangents_at
-from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.graph.calls import Call, tensors_of
+from lightning_sym.symmetry.tracing.graph.capture import Capture
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations
 
 # Networks with more parameters, or more intermediate numbers for all rows, are not measured.
 MOST_PARAMETERS = 2000

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_sym.symmetry.elements import AxisGroup
+from lightning_sym.symmetry.solving.structure import Structure
 from lightning_sym.symmetry.tracing.affine.parts import Kind
-from lightning_sym.symmetry.tracing.structure import Structure
 
 WIDTH = 80
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.\[])")  # index of a layer: a part of a name between dots

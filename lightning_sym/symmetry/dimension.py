@@ -19,7 +19,7 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.moves.moved import require_weights
 from lightning_sym.symmetry.proof import double, double_copy
-from lightning_sym.symmetry.tracing.calls import Call, check_arguments
+from lightning_sym.symmetry.tracing.graph.calls import Call, check_arguments
 from lightning_sym.symmetry.watching import watched
 
 # Units whose incoming weights and biases have a larger cosine are duplicates (docs/theory/equivalence.md, 10).

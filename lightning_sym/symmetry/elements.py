@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
+from lightning_sym.symmetry.solving.rotations import Rotation
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.affine.parts import Shown
-from lightning_sym.symmetry.tracing.capture import Mark
-from lightning_sym.symmetry.tracing.gained import GainedCell
-from lightning_sym.symmetry.tracing.rotations import Rotation
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.values import InFront, Value
+from lightning_sym.symmetry.tracing.graph.capture import Mark
+from lightning_sym.symmetry.tracing.labelling.gained import GainedCell
+from lightning_sym.symmetry.tracing.labelling.values import InFront, Value
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.jacobians import outputs_at, slopes_of, varied
 from lightning_sym.symmetry.matching.distance import orbit_distance
 from lightning_sym.symmetry.tangents import OrbitTangents, tangents_at
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import constant_names, copied, state_tensors
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import constant_names, copied, state_tensors
 
 # Differences that count as rounding, relative to a number, and the size of the largest number that counts as zero.
 _EQUAL, _ZERO = 1e-9, 1e-12

@@ -10,7 +10,7 @@ from torch.func import functional_call, functionalize, vjp, vmap
 from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import PassedGradients
-from lightning_sym.symmetry.tracing.calls import Call
+from lightning_sym.symmetry.tracing.graph.calls import Call
 
 # Minimum number of different inputs of each length.
 _INPUTS = 48

@@ -10,10 +10,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym.networks.modes import containers_kept
 from lightning_sym.symmetry.proof import double, noisy, outputs_of, runs
-from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.nodes import argument, shape_of
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.graph.calls import Call, tensors_of
+from lightning_sym.symmetry.tracing.graph.capture import Capture
+from lightning_sym.symmetry.tracing.graph.nodes import argument, shape_of
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations
 
 # Axes of a call's tensors: index of the tensor among the leaves, and its axis.
 Axes = frozenset[tuple[int, int]]

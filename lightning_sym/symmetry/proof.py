@@ -19,15 +19,15 @@ from lightning_sym.symmetry.charts import charted
 from lightning_sym.symmetry.double_precision import in_double_precision
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factors
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import (
+from lightning_sym.symmetry.solving.structure import Structure
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import (
     constant_names,
     copied,
     first_names,
     share_memory,
     state_tensors,
 )
-from lightning_sym.symmetry.tracing.structure import Structure
 
 # The least tolerance; a mistake in a rule changes outputs by 1e-2 and more.
 _EXACT = 1e-10

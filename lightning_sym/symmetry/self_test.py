@@ -25,9 +25,9 @@ from lightning_sym.symmetry.proof import (
     runs,
     tolerance_of,
 )
-from lightning_sym.symmetry.tracing.calls import Call, tensors_of
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.masks import mark_masked_softmaxes
+from lightning_sym.symmetry.tracing.graph.calls import Call, tensors_of
+from lightning_sym.symmetry.tracing.graph.capture import Capture
+from lightning_sym.symmetry.tracing.normal_form.masks import mark_masked_softmaxes
 
 # Networks that hold more numbers than this are tested on fewer samples: their many units leave less to chance.
 _LARGE = 5e5

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry.group.gained_shifts import with_carried_shifts
 from lightning_sym.symmetry.solving.group import Group
+from lightning_sym.symmetry.solving.structure import NO_HALF_TURNS, Structure
+from lightning_sym.symmetry.solving.tilt_search import find_leaning, find_tilts
 from lightning_sym.symmetry.tracing.affine.parts import Shown
 from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
-from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.graph.capture import Capture
 from lightning_sym.symmetry.tracing.labels import Labels
-from lightning_sym.symmetry.tracing.merging import merged
-from lightning_sym.symmetry.tracing.structure import NO_HALF_TURNS, Structure
+from lightning_sym.symmetry.tracing.normal_form.merging import merged
 from lightning_sym.symmetry.tracing.tensors import Tensors
-from lightning_sym.symmetry.tracing.tilt_search import find_leaning, find_tilts
 
 
 class Added(NamedTuple):

@@ -11,7 +11,7 @@ from lightning_sym.symmetry.arrays import Floats
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.group.statistics import counted_twice
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 # Directions this close to a combination of others, relative to their length, count as dependent.
 _DEPENDENT = 1e-10

@@ -25,14 +25,14 @@ from lightning_sym.symmetry.shifts import find_shifts
 from lightning_sym.symmetry.solving.gained import Known
 from lightning_sym.symmetry.solving.group import find_group
 from lightning_sym.symmetry.solving.unread import wide_matrices
-from lightning_sym.symmetry.tracing.alike import Role, read_apart
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.elementwise_rules import FACTORS
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import Capture
+from lightning_sym.symmetry.tracing.graph.norms import absorbed_statistics, find_norms
+from lightning_sym.symmetry.tracing.labelling.elementwise_rules import FACTORS
+from lightning_sym.symmetry.tracing.labelling.rules import namesakes
 from lightning_sym.symmetry.tracing.labels import find_labels
-from lightning_sym.symmetry.tracing.merging import sums_of_layers
-from lightning_sym.symmetry.tracing.norms import absorbed_statistics, find_norms
-from lightning_sym.symmetry.tracing.rules import namesakes
+from lightning_sym.symmetry.tracing.normal_form.alike import Role, read_apart
+from lightning_sym.symmetry.tracing.normal_form.merging import sums_of_layers
 from lightning_sym.symmetry.tracing.tensors import Tensors
 from lightning_sym.symmetry.tracing.tracer import Tracer
 from lightning_sym.symmetry.views import ConvertedTensors, doubled

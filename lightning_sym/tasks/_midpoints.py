@@ -15,7 +15,7 @@ from lightning_sym.population import LoopPopulation
 from lightning_sym.stitching import sinkhorn
 from lightning_sym.symmetry import Element, Symmetry
 from lightning_sym.symmetry.matching.soft_maps import SoftMaps
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
 class Trained(nn.Module):

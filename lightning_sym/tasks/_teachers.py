@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_sym.networks import Network, architecture_name
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.weights import fit_weights, read_weights
 from lightning_sym.zoo import ModelZoo
 

@@ -18,7 +18,7 @@ from lightning_sym.landscape import weight_vector
 from lightning_sym.networks import Network
 from lightning_sym.networks.batch_norm import NotFiniteStatisticsError, batch_norms, recalibrate_batch_norm
 from lightning_sym.symmetry import ActivationMoments, activation_matching, weight_matching
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks._members import Pair, PairTask, pair_name
 from lightning_sym.tasks.metrics import PopulationLoss
 from lightning_sym.zoo import ModelZoo

@@ -19,7 +19,7 @@ from lightning_sym._random import derive_seed, generator
 from lightning_sym.networks import Network, NetworkOrModule, WrappedNetwork
 from lightning_sym.population import Population
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks._members import given_network
 from lightning_sym.tasks._relu_lines import ReluLinePopulation
 from lightning_sym.tasks._teachers import Teacher, check_teacher, drawn, load_teacher

@@ -19,7 +19,7 @@ from lightning_sym.networks import Network
 from lightning_sym.population import Population
 from lightning_sym.symmetry import ActivationMoments, Element, activation_matching, weight_matching
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 from lightning_sym.tasks._members import Pair, PairTask, pair_name
 from lightning_sym.tasks._midpoints import MidpointPopulation, element_of, element_tensors
 from lightning_sym.tasks.metrics import PopulationClassification, PopulationLoss

@@ -14,7 +14,7 @@ from lightning_sym.symmetry import Element, Symmetry, trace_symmetry
 from lightning_sym.symmetry.charts import Charts, charted
 from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.tracing import tracer
-from lightning_sym.symmetry.tracing.capture import Capture, Mark, capture, state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import Capture, Mark, capture, state_tensors
 
 EXACT = 1e-9  # of float64, relative to each number and to what is usual in its tensor; measured values are below 1e-11
 

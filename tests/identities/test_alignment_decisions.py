@@ -26,7 +26,7 @@ from lightning_sym.merging.sketches import sketched
 from lightning_sym.networks import VisionTransformer
 from lightning_sym.symmetry import parameter_distance, trace_symmetry
 from lightning_sym.symmetry.matching.balanced import check_networks
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 NETWORKS = OURS | TORCHVISION
 SMALL = [name for name in NETWORKS if name not in ("resnet44", "resnet56", "tv_mobilenet_v2", "tv_squeezenet")]

@@ -27,7 +27,7 @@ from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.rounding import largest_inputs, rounded
 from lightning_sym.orbit.view import View
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 
 def mlp():

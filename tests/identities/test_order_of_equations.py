@@ -8,8 +8,8 @@ import torch
 from further_model_cases import FURTHER_TRANSFORMERS
 
 from lightning_sym.symmetry import trace_symmetry
+from lightning_sym.symmetry.equations import solve
 from lightning_sym.symmetry.solving import scales
-from lightning_sym.symmetry.tracing.equations import solve
 
 
 class Shuffled:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import Trace, Value, register_rule, self_test, trace_symmetry
 from lightning_sym.symmetry.proof import cropped, moving_element
-from lightning_sym.symmetry.tracing import rules
+from lightning_sym.symmetry.tracing.labelling import rules
 
 X = torch.randn(2, 3, 160, 160)
 

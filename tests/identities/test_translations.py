@@ -17,10 +17,10 @@ from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.normalise import normalise
-from lightning_sym.symmetry.tracing.pieces import cut_parameters
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.normal_form.normalise import normalise
+from lightning_sym.symmetry.tracing.normal_form.pieces import cut_parameters
 
 EXACT = 1e-10
 # Singular values, relative to the largest.

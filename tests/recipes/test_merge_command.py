@@ -37,7 +37,7 @@ from lightning_sym.symmetry import Symmetry, trace_symmetry, without_weights
 from lightning_sym.symmetry import files as symmetry_files
 from lightning_sym.symmetry.arrays import give_back_memory
 from lightning_sym.symmetry.proof import double_copies
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.zoo import ModelZoo
 
 pytestmark = pytest.mark.long

@@ -17,7 +17,7 @@ from lightning_sym.symmetry.group.factor import Draw, Factor, members
 from lightning_sym.symmetry.group.gathered import Gathered, Rung, Scales, Wanted, stalled
 from lightning_sym.symmetry.group.norms import Squares, sides_of_units
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 _MOST_TURNS, _STILL = 64, 1e-12  # how often shifts and all else are found in turn, until no entry moves by more

@@ -21,7 +21,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Factor, Factors, Gains, LinearAction
 from lightning_sym.symmetry.intertwiners import GroupElement
 from lightning_sym.symmetry.rearranging import Summand, rearranged
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.solving.structure import Slot
 from lightning_sym.symmetry.views import ConvertedTensors, FixedTensors, fitting
 
 _SMALL = 2**16  # numbers of tensors that are moved at once

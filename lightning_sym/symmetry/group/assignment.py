@@ -20,7 +20,7 @@ from lightning_sym.symmetry.arrays import Floats, Ints, odd_entries, together
 from lightning_sym.symmetry.elements import AxisGroup
 from lightning_sym.symmetry.group.element import Part
 from lightning_sym.symmetry.group.factor import Factor, Factors
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 # Columns of a group's sign table (one generator per unit and column) that act on some slices.
 Pattern: TypeAlias = tuple[int, ...]

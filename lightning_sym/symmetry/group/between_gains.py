@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.group.factor import Draw, Factor
-from lightning_sym.symmetry.tracing.gained import GainedCell
-from lightning_sym.symmetry.tracing.rotations import Rotation
+from lightning_sym.symmetry.solving.rotations import Rotation
+from lightning_sym.symmetry.tracing.labelling.gained import GainedCell
 
 NO_MATRIX = torch.zeros(0, 0, dtype=torch.float64)  # an empty matrix means the identity, of any size
 

@@ -23,7 +23,7 @@ from lightning_sym.symmetry.group.gathered import Canonical, Gathered, stalled
 from lightning_sym.symmetry.group.gauge import ScaleGauge, variance_scales
 from lightning_sym.symmetry.group.norms import Squares
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, doubled
 
 # Gram matrices with a smaller ratio of least to largest eigenvalue have no balanced representative.

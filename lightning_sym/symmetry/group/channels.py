@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Ints
 from lightning_sym.symmetry.intertwiners import IntertwinerGroup
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 Inside = Literal["fixed", "permuted", "orthogonal", "invertible"]
 

@@ -23,7 +23,7 @@ from lightning_sym.symmetry.group.proportion import MagnitudeDescent, in_proport
 from lightning_sym.symmetry.group.search import Search
 from lightning_sym.symmetry.group.statistics import idle_generators, idle_signs, kernel, tangent_rows
 from lightning_sym.symmetry.group.streams import gain_signs
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.solving.structure import Slot
 
 _EVEN = 0.15  # largest deviation of log scales from a layer's mean in conventionally trained networks
 

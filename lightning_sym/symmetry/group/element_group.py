@@ -10,7 +10,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.saved import read_element, write_element
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
 
 
 class ElementGroup:

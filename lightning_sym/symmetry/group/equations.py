@@ -7,7 +7,7 @@ import numpy as np
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
 
 _EXACT = 1e-9
 

@@ -24,7 +24,7 @@ from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wan
 from lightning_sym.symmetry.group.norms import Plan
 from lightning_sym.symmetry.group.search import MatrixPlace, Search, Seen
 from lightning_sym.symmetry.rearranging import Summand
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 P = TypeVar("P", bound=Part)
 

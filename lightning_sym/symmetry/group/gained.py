@@ -19,8 +19,8 @@ from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearActio
 from lightning_sym.symmetry.group.gained_forms import around, usable, wants_matrices
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.matrix import bounded, random_matrix
-from lightning_sym.symmetry.tracing.gained import GainedCell, GainedPlace
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.labelling.gained import GainedCell, GainedPlace
 
 
 class GainedMatrix(BetweenGains):

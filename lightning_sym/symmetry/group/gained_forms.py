@@ -12,8 +12,8 @@ from lightning_sym.symmetry.group.gathered import Wanted
 from lightning_sym.symmetry.group.gauge import variance_scales
 from lightning_sym.symmetry.group.statistics import idle_generators
 from lightning_sym.symmetry.group.streams import folding
-from lightning_sym.symmetry.tracing.gained import Gain, GainedCell, GainedPlace
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
+from lightning_sym.symmetry.tracing.labelling.gained import Gain, GainedCell, GainedPlace
 
 
 def wants_matrices(wanted: Wanted) -> bool:

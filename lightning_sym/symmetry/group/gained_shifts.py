@@ -12,7 +12,7 @@ from lightning_sym.symmetry.group.kinds import factors_of
 from lightning_sym.symmetry.group.statistics import free_positions
 from lightning_sym.symmetry.group.translations import folded
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
 
 _ROUNDING = 1e-6  # relative: a wrong result is off by order 1
 

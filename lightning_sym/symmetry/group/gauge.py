@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 # Largest relative gradient, (incoming - outgoing) / (incoming + outgoing), of balanced norms.
 _BALANCED = 1e-13

@@ -10,7 +10,7 @@ from lightning_sym.symmetry.group.phase import Phase
 from lightning_sym.symmetry.group.rotation import Rotations
 from lightning_sym.symmetry.group.shift import Shift
 from lightning_sym.symmetry.group.tilt import Tilts
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
 
 # From the outermost, which acts last, to the innermost: each factor carries the later entries into themselves.
 KINDS = (Permutation, Scale, Sign, Matrix, GainedMatrix, Rotations, Phase, HalfTurn, Tilts, Shift)

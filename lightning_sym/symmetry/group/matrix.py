@@ -21,7 +21,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung, Wanted
 from lightning_sym.symmetry.group.search import MatrixPlace
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 Matrices = tuple[Tensor, ...]
 

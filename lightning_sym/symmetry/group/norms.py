@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_sym._checks import must_be_finite
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes, rising
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.affine.translations import NORM
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 # Smaller sums of squares count as zero: their logarithms are meaningless.
 NOTHING = 1e-280

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, odd, on_axes
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, classes_of, joint_sums, module_of
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 # Keys that differ by less, relative to the largest, are ties: rounding differs between points of an orbit.
 _TIE = 1e-9

@@ -10,7 +10,7 @@ from lightning_sym.symmetry.group.factor import Draw, Factor
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
 from lightning_sym.symmetry.group.order import find_order
 from lightning_sym.symmetry.group.search import MatrixPlace
-from lightning_sym.symmetry.tracing.structure import Slot
+from lightning_sym.symmetry.solving.structure import Slot
 
 _FEW = 5  # units; of more, 24 cycles and more move all
 

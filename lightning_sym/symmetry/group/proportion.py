@@ -14,7 +14,7 @@ from lightning_sym.symmetry.distances import squared_distance
 from lightning_sym.symmetry.group.factor import Factors
 from lightning_sym.symmetry.group.norms import NOTHING, Plan, Squares
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.solving.structure import Structure
 
 # A unit is out of proportion if its squared norm exceeds this multiple of the reference unit's plus its own least one.
 # The reference's scales do this only to a unit that is much larger, once balanced, than the reference's.

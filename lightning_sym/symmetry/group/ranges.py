@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Floats, Ints, on_axes, together
 from lightning_sym.symmetry.group.norms import classes_of
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 
 class Slices:

@@ -23,8 +23,8 @@ from lightning_sym.symmetry.group.streams import (
     rotatable,
     weight_products,
 )
-from lightning_sym.symmetry.tracing.rotations import Rotation
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.rotations import Rotation
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 _ORTHOGONAL = 1e-8  # how far a matrix that is read from a file may be from an orthogonal one
 

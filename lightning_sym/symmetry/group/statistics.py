@@ -8,10 +8,10 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, on_axes
+from lightning_sym.symmetry.equations import idle_together, vanishing
 from lightning_sym.symmetry.group.factor import Factors
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 from lightning_sym.symmetry.tracing.affine.weights import Generic
-from lightning_sym.symmetry.tracing.equations import idle_together, vanishing
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
 
 _STATISTICS = ("running_mean", "running_var")
 _ROUNDING = 1e-9  # relative

@@ -13,8 +13,8 @@ from lightning_sym._linear_algebra import polar_factor, random_orthogonal
 from lightning_sym.symmetry.arrays import Floats, Ints, together
 from lightning_sym.symmetry.group.between_gains import NO_MATRIX, Matrices
 from lightning_sym.symmetry.group.factor import passes
-from lightning_sym.symmetry.tracing.rotations import Rotation, exponents
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.rotations import Rotation, exponents
+from lightning_sym.symmetry.solving.structure import Slot, Structure
 
 # Relative to the largest eigenvalue: nearer axes are not unique, and smaller values count as nothing.
 _CLOSE, _NOTHING = 1e-9, 1e-24

@@ -16,8 +16,8 @@ from lightning_sym.symmetry.elements import Tap
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw, Factor, Gains, LinearAction, passes
 from lightning_sym.symmetry.group.gathered import Canonical, Gathered, Rung
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
-from lightning_sym.symmetry.tracing.tilts import Tilt
+from lightning_sym.symmetry.solving.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.affine.tilts import Tilt
 
 _NOTHING = 1e-12  # sums that are smaller than that, relative to their terms, are zero
 

@@ -13,9 +13,9 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
+from lightning_sym.symmetry.solving.structure import Structure
 from lightning_sym.symmetry.tracing.affine.parts import Folds, Free, Readers, Writers
 from lightning_sym.symmetry.tracing.affine.space import Located, Translations, scales
-from lightning_sym.symmetry.tracing.structure import Structure
 from lightning_sym.symmetry.views import ConvertedTensors, NamedTensors, doubled
 
 # By gain, power and epsilon of a variance: entries of an element, and of the gain.

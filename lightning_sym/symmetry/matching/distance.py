@@ -18,7 +18,7 @@ from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.matching.balanced import check_networks, comparable
 from lightning_sym.symmetry.matching.coordinate_descent import Descent, descend
 from lightning_sym.symmetry.matching.weights import with_forms
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 # Larger networks are not compared with points of their own orbits.
 _CHECKED = 2 * 10**6

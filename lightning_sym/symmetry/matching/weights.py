@@ -24,7 +24,7 @@ from lightning_sym.symmetry.group.gathered import Rung, Wanted
 from lightning_sym.symmetry.matching.balanced import Comparison, check_networks, comparable, converted, working
 from lightning_sym.symmetry.matching.coordinate_descent import FREEDOM, Descended, Descent, descend
 from lightning_sym.symmetry.moving import MovedTensors
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 # Distances below this, relative to the norm, suggest networks nearly of one orbit: their gauges agree better.
 _NEAR = 1e-3

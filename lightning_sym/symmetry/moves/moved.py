@@ -15,9 +15,9 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.proof import batches_of, change_between, double, double_copy, tolerance_of
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.norms import Norm
-from lightning_sym.symmetry.tracing.weightless import is_weightless
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.norms import Norm
+from lightning_sym.symmetry.tracing.graph.weightless import is_weightless
 
 
 class ChangedFunctionError(RuntimeError):

@@ -17,7 +17,7 @@ from lightning_sym.symmetry.moves.hadamard import hadamard
 from lightning_sym.symmetry.moves.moved import Moved, few, moved, norms_of, require_weights
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double, double_copy
-from lightning_sym.symmetry.tracing.rotations import Rotation
+from lightning_sym.symmetry.solving.rotations import Rotation
 
 # Matrices farther from orthogonal than the first are rejected; up to the second they are used without change.
 _ORTHOGONAL, _EXACT = 1e-4, 1e-13

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from lightning_sym._checks import check_module
-from lightning_sym.symmetry.tracing.capture import copied
+from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
 def untie(network: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from lightning_sym.symmetry.moves.moved import (
 )
 from lightning_sym.symmetry.moves.tied import described_ties
 from lightning_sym.symmetry.proof import double_copy
-from lightning_sym.symmetry.tracing.norms import Norm
+from lightning_sym.symmetry.tracing.graph.norms import Norm
 
 
 def center_writers(

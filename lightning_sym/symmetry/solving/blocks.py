@@ -6,9 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints
+from lightning_sym.symmetry.numbering import Hashes, components, mix
 from lightning_sym.symmetry.solving.nesting import Nesting, roles
 from lightning_sym.symmetry.solving.replicas import Folded
-from lightning_sym.symmetry.tracing.numbering import Hashes, components, mix
 
 
 class Blocks(NamedTuple):

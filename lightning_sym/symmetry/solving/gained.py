@@ -7,10 +7,10 @@ import numpy as np
 
 from lightning_sym.symmetry.arrays import Ints
 from lightning_sym.symmetry.described import listed
+from lightning_sym.symmetry.solving.rotations import exponents
 from lightning_sym.symmetry.solving.streams import not_common
-from lightning_sym.symmetry.tracing.gained import BatchNorm, Gain, GainedCell, Statistics
-from lightning_sym.symmetry.tracing.rotations import exponents
-from lightning_sym.symmetry.tracing.structure import Slot, Structure
+from lightning_sym.symmetry.solving.structure import Slot, Structure
+from lightning_sym.symmetry.tracing.labelling.gained import BatchNorm, Gain, GainedCell, Statistics
 
 
 class Known(NamedTuple):

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints, give_back_memory
+from lightning_sym.symmetry.numbering import Hashes, flat, marked
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
+from lightning_sym.symmetry.solving.copies import Copies
 from lightning_sym.symmetry.solving.gained import Known, find_gained
 from lightning_sym.symmetry.solving.half_turns import Turned, solve_half_turns, with_half_turns
 from lightning_sym.symmetry.solving.nesting import Nesting, find_nesting, heads_with_one_gain, merged
@@ -23,12 +25,10 @@ from lightning_sym.symmetry.solving.scales import (
     tabulate,
 )
 from lightning_sym.symmetry.solving.streams import find_dense, find_met, find_rotations
+from lightning_sym.symmetry.solving.structure import VALUE, Slot, Structure
 from lightning_sym.symmetry.solving.units import Positions, merge_units
 from lightning_sym.symmetry.solving.unread import unread_units
-from lightning_sym.symmetry.tracing.copies import Copies
 from lightning_sym.symmetry.tracing.labels import Labels
-from lightning_sym.symmetry.tracing.numbering import Hashes, flat, marked
-from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
 
 _NOTHING = np.zeros(0, np.int64)
 _MANY = 1_000_000  # number of atoms above which memory is returned to the system

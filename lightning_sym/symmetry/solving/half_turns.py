@@ -8,12 +8,12 @@ import numpy as np
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Bools, Floats
+from lightning_sym.symmetry.equations import solve
+from lightning_sym.symmetry.numbering import flat
 from lightning_sym.symmetry.solving.scales import variables_at
+from lightning_sym.symmetry.solving.structure import HalfTurns, Structure
 from lightning_sym.symmetry.solving.units import Positions
-from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.equations import solve
-from lightning_sym.symmetry.tracing.numbering import flat
-from lightning_sym.symmetry.tracing.structure import HalfTurns, Structure
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints
 
 
 class Turned(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints, rising, rising_pairs
+from lightning_sym.symmetry.numbering import Hashes, Numbers, components, flat, marked, mix, sum_by
 from lightning_sym.symmetry.solving.units import Positions
-from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.numbering import Hashes, Numbers, components, flat, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints
 
 
 class Nesting(NamedTuple):

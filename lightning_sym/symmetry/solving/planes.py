@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Ints, rising_pairs
-from lightning_sym.symmetry.tracing.constraints import Constraints, Label
-from lightning_sym.symmetry.tracing.numbering import Hashes, components, flat, marked, mix, sum_by
+from lightning_sym.symmetry.numbering import Hashes, components, flat, marked, mix, sum_by
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints, Label
 
 NO_PAIRS = np.zeros((0, 2), np.int64)
 

@@ -7,10 +7,10 @@ import numpy as np
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.numbering import Hashes, flat, marked, mix, sum_by
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.scales import Forms
 from lightning_sym.symmetry.solving.units import Positions, tagged
-from lightning_sym.symmetry.tracing.numbering import Hashes, flat, marked, mix, sum_by
 
 
 class Orbits(NamedTuple):

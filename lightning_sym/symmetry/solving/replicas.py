@@ -10,12 +10,12 @@ from functools import cached_property
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints, rising_pairs
+from lightning_sym.symmetry.numbering import Hashes, components, marked, mix
+from lightning_sym.symmetry.solving.copies import Copies, Sheets, sheets
 from lightning_sym.symmetry.solving.nesting import Nesting, roles
 from lightning_sym.symmetry.solving.refinement import Orbits
 from lightning_sym.symmetry.solving.scales import Table
 from lightning_sym.symmetry.solving.units import Positions, place_key
-from lightning_sym.symmetry.tracing.copies import Copies, Sheets, sheets
-from lightning_sym.symmetry.tracing.numbering import Hashes, components, marked, mix
 
 # Copies, the atoms that they copy, and the indices of the copies.
 Copied = tuple[Ints, Ints, Ints]

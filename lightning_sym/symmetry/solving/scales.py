@@ -8,10 +8,10 @@ import numpy as np
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Bools, Ints, rising
+from lightning_sym.symmetry.equations import idle_together, solve
+from lightning_sym.symmetry.numbering import flat
 from lightning_sym.symmetry.solving.units import Positions
-from lightning_sym.symmetry.tracing.constraints import Constraints, Label
-from lightning_sym.symmetry.tracing.equations import idle_together, solve
-from lightning_sym.symmetry.tracing.numbering import flat
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints, Label
 
 _ROUNDING = 1e-9  # of exponents
 _FEW = 8  # generators of a unit that are compared

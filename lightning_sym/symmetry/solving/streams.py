@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints
+from lightning_sym.symmetry.numbering import Hashes
 from lightning_sym.symmetry.solving.nesting import Nesting
 from lightning_sym.symmetry.solving.refinement import Orbits, cell_keys
+from lightning_sym.symmetry.solving.rotations import Rotation, exponents, own_exponents
 from lightning_sym.symmetry.solving.scales import Forms
+from lightning_sym.symmetry.solving.structure import Structure
 from lightning_sym.symmetry.solving.units import Positions
-from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.numbering import Hashes
-from lightning_sym.symmetry.tracing.rotations import Rotation, exponents, own_exponents
-from lightning_sym.symmetry.tracing.structure import Structure
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints
 
 
 class Met(NamedTuple):

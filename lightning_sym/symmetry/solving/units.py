@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_sym.symmetry.arrays import Bools, Ints, rising
+from lightning_sym.symmetry.numbering import Hashes, Numbers, components, flat, marked, mix, parts, sum_by
 from lightning_sym.symmetry.solving.planes import Places, PlaneFinder
-from lightning_sym.symmetry.tracing.constraints import Constraints, Label, Sighting
-from lightning_sym.symmetry.tracing.numbering import Hashes, Numbers, components, flat, marked, mix, parts, sum_by
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints, Label, Sighting
 
 
 @dataclass(frozen=True)

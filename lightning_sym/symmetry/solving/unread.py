@@ -8,9 +8,9 @@ from torch import Tensor
 from lightning_sym.symmetry.arrays import Ints, rising_pairs
 from lightning_sym.symmetry.described import listed
 from lightning_sym.symmetry.solving.refinement import Orbits
+from lightning_sym.symmetry.solving.structure import VALUE, Slot, Structure
 from lightning_sym.symmetry.solving.units import Positions
-from lightning_sym.symmetry.tracing.constraints import Constraints
-from lightning_sym.symmetry.tracing.structure import VALUE, Slot, Structure
+from lightning_sym.symmetry.tracing.labelling.constraints import Constraints
 
 
 def unread_units(

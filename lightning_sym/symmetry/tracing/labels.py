@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_sym.symmetry.charts import Charts
-from lightning_sym.symmetry.tracing.alike import stacks_of
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.charts import charts_of
-from lightning_sym.symmetry.tracing.pieces import pieces_of
-from lightning_sym.symmetry.tracing.stacks import unstack
+from lightning_sym.symmetry.tracing.graph.capture import Capture
+from lightning_sym.symmetry.tracing.labelling.stacks import unstack
+from lightning_sym.symmetry.tracing.labelling.values import Value
+from lightning_sym.symmetry.tracing.labelling.walk import Walk
+from lightning_sym.symmetry.tracing.normal_form.alike import stacks_of
+from lightning_sym.symmetry.tracing.normal_form.charts import charts_of
+from lightning_sym.symmetry.tracing.normal_form.pieces import pieces_of
 from lightning_sym.symmetry.tracing.tensors import Tensors
-from lightning_sym.symmetry.tracing.values import Value
-from lightning_sym.symmetry.tracing.walk import Walk
 
 
 class Labels(NamedTuple):

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from lightning_sym._checks import must_be_finite
 from lightning_sym.symmetry.charts import Charts, charted
-from lightning_sym.symmetry.tracing.alike import stacks_of
-from lightning_sym.symmetry.tracing.capture import Capture, constant_names, state_tensors
-from lightning_sym.symmetry.tracing.pieces import pieces_of
-from lightning_sym.symmetry.tracing.weightless import constant_values, is_weightless
+from lightning_sym.symmetry.tracing.graph.capture import Capture, constant_names, state_tensors
+from lightning_sym.symmetry.tracing.graph.weightless import constant_values, is_weightless
+from lightning_sym.symmetry.tracing.normal_form.alike import stacks_of
+from lightning_sym.symmetry.tracing.normal_form.pieces import pieces_of
 
 
 class Tensors(NamedTuple):

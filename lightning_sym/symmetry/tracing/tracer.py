@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_sym.networks.base import Cuts
-from lightning_sym.symmetry.tracing.alike import Role, alike, stack
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import Capture, capture
-from lightning_sym.symmetry.tracing.charts import split_exponentials
-from lightning_sym.symmetry.tracing.expansion import expand
-from lightning_sym.symmetry.tracing.filling import join_writes
-from lightning_sym.symmetry.tracing.functional import functional
-from lightning_sym.symmetry.tracing.made_weights import shape_layers
-from lightning_sym.symmetry.tracing.members import take_apart
-from lightning_sym.symmetry.tracing.normalise import normalise
-from lightning_sym.symmetry.tracing.pieces import cut_arrays, cut_parameters, unlike_pieces
-from lightning_sym.symmetry.tracing.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.rules import leaf_types, own_operations
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import Capture, capture
+from lightning_sym.symmetry.tracing.graph.functional import functional
+from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.labelling.rules import leaf_types, own_operations
+from lightning_sym.symmetry.tracing.normal_form.alike import Role, alike, stack
+from lightning_sym.symmetry.tracing.normal_form.charts import split_exponentials
+from lightning_sym.symmetry.tracing.normal_form.expansion import expand
+from lightning_sym.symmetry.tracing.normal_form.filling import join_writes
+from lightning_sym.symmetry.tracing.normal_form.made_weights import shape_layers
+from lightning_sym.symmetry.tracing.normal_form.members import take_apart
+from lightning_sym.symmetry.tracing.normal_form.normalise import normalise
+from lightning_sym.symmetry.tracing.normal_form.pieces import cut_arrays, cut_parameters, unlike_pieces
 
 
 class Tracer:

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_sym.merging.checkpoint import Checkpoint
 from lightning_sym.networks import MultiLayerPerceptron
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.weights import match_weights, read_weights
 
 

@@ -29,7 +29,7 @@ from lightning_sym.models import example_of
 from lightning_sym.networks import LeNet5
 from lightning_sym.symmetry import files as symmetry_files
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 from lightning_sym.zoo import ModelZoo
 
 transformers = pytest.importorskip("transformers")
@@ -579,7 +579,7 @@ from pathlib import Path
 from lightning_sym.merging import merge_checkpoints
 from lightning_sym.merging.checkpoint import Checkpoint, find_checkpoints, model_of
 from lightning_sym.symmetry import files
-from lightning_sym.symmetry.tracing.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.capture import state_tensors
 
 (found,) = find_checkpoints("reference")
 checkpoint = Checkpoint.read(found.file, model_of(found).network)

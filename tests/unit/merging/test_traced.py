@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_sym.merging import traced
 from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.rules import register_rule
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.labelling.rules import register_rule
 
 pytestmark = pytest.mark.measured
 
@@ -115,7 +115,7 @@ def test_networks_with_rules_of_their_own_are_always_traced(traces, monkeypatch)
     class Norm(nn.LayerNorm):
         """A layer norm."""
 
-    monkeypatch.setattr("lightning_sym.symmetry.tracing.rules._MODULE_RULES", {})
+    monkeypatch.setattr("lightning_sym.symmetry.tracing.labelling.rules._MODULE_RULES", {})
 
     @register_rule(Norm)
     def norm(trace, module, x):

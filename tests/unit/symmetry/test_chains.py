@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_sym.symmetry.tracing.chains import Homogeneous, Wave, measured_chain
+from lightning_sym.symmetry.tracing.normal_form.chains import Homogeneous, Wave, measured_chain
 
 FOUND: dict[str, tuple[Callable[[Tensor], Tensor], object]] = {
     "line": (lambda x: F.gelu(x) - F.gelu(-x), Homogeneous(1.0, -1.0, 1.0)),

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.arrays import distinct_columns
+from lightning_sym.symmetry.equations import _once, solve
 from lightning_sym.symmetry.group.translations import pivots
 from lightning_sym.symmetry.solving import scales
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.solution import Solution, eliminate
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import ONE, Coefficient, Unknowns
-from lightning_sym.symmetry.tracing.coordinates import numbered_rows
-from lightning_sym.symmetry.tracing.equations import _once, solve
+from lightning_sym.symmetry.tracing.graph.coordinates import numbered_rows
 
 
 def echelon(matrix: np.ndarray) -> tuple[list[int], np.ndarray]:

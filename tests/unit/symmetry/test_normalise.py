@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing import rules
 from lightning_sym.symmetry.tracing.affine.translations import find_translations
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import capture, operation_name, state_tensors
-from lightning_sym.symmetry.tracing.normalise import normalise
-from lightning_sym.symmetry.tracing.rules import register_rule
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import capture, operation_name, state_tensors
+from lightning_sym.symmetry.tracing.labelling import rules
+from lightning_sym.symmetry.tracing.labelling.rules import register_rule
+from lightning_sym.symmetry.tracing.normal_form.normalise import normalise
 
 
 def operations(captured):

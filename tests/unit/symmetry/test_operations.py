@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lightning_sym import symmetry
-from lightning_sym.symmetry.tracing import operations as table
-from lightning_sym.symmetry.tracing import walk  # noqa: F401 (it registers rules)
-from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, operations, out_of_place
-from lightning_sym.symmetry.tracing.rules import rule_for
+from lightning_sym.symmetry.tracing.graph import operations as table
+from lightning_sym.symmetry.tracing.graph.operations import Trait, is_pointwise, operations, out_of_place
+from lightning_sym.symmetry.tracing.labelling import walk  # noqa: F401 (it registers rules)
+from lightning_sym.symmetry.tracing.labelling.rules import rule_for
 
 X = torch.arange(1.0, 13.0).reshape(2, 6) / 16
 # First arguments other than X.
@@ -111,7 +111,7 @@ def collections_of(file: Path) -> list[tuple[int, set[str]]]:
 def test_no_other_file_lists_operations() -> None:
     folder = Path(symmetry.__file__).parent
     # Which group an activation has is its own table. The other two are going to be replaced.
-    apart = {"tracing/operations.py", "groups.py"}
+    apart = {"tracing/graph/operations.py", "groups.py"}
     known = {trait: operations(trait) for trait in Trait}
     offenders = [
         f"{name}:{line} lists operations that have the trait {trait.name}: {sorted(words & own)}"

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_sym.symmetry import trace_symmetry
-from lightning_sym.symmetry.tracing import linear_maps
-from lightning_sym.symmetry.tracing.calls import Call
-from lightning_sym.symmetry.tracing.capture import Capture, capture, operation_name
-from lightning_sym.symmetry.tracing.measuring import measured
-from lightning_sym.symmetry.tracing.regions import recognise
-from lightning_sym.symmetry.tracing.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.graph.calls import Call
+from lightning_sym.symmetry.tracing.graph.capture import Capture, capture, operation_name
+from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.normal_form import linear_maps
+from lightning_sym.symmetry.tracing.normal_form.measuring import measured
+from lightning_sym.symmetry.tracing.normal_form.regions import recognise
 
 D, EPS = 6, 1e-5
 

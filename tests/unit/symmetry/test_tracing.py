@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.described import joined
 from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.rules import register_rule
+from lightning_sym.symmetry.tracing.labelling.rules import register_rule
 
 pytestmark = pytest.mark.measured
 

@@ -9,8 +9,8 @@ from helpers import assert_refused
 from torch import Tensor, nn
 
 from lightning_sym.symmetry import local_dimension, register_rule, trace_symmetry, without_weights
-from lightning_sym.symmetry.tracing import rules
-from lightning_sym.symmetry.tracing import weightless as module_of_large
+from lightning_sym.symmetry.tracing.graph import weightless as module_of_large
+from lightning_sym.symmetry.tracing.labelling import rules
 
 X = torch.randn(2, 3, 8)
 

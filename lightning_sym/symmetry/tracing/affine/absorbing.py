@@ -14,8 +14,8 @@ from torch import fx
 from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.weights import ByFunction, Generic, Weights
-from lightning_sym.symmetry.tracing.nodes import ancestors, shape_of
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.graph.nodes import ancestors, shape_of
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations
 
 _MOVING = operations(Trait.REGROUP | Trait.PERMUTE | Trait.CAST)
 _JOINING, _SUMMING = {"add", "sub"}, operations(Trait.JOIN | Trait.CAT)

@@ -15,10 +15,10 @@ from lightning_sym.symmetry.tracing.affine.reading import Constants
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import Drift, Value, places
 from lightning_sym.symmetry.tracing.affine.weights import ByFunction
-from lightning_sym.symmetry.tracing.capture import OPAQUE
-from lightning_sym.symmetry.tracing.coordinates import thinned
-from lightning_sym.symmetry.tracing.nodes import written_by
-from lightning_sym.symmetry.tracing.operations import Trait, is_pointwise, name_of, operations
+from lightning_sym.symmetry.tracing.graph.capture import OPAQUE
+from lightning_sym.symmetry.tracing.graph.coordinates import thinned
+from lightning_sym.symmetry.tracing.graph.nodes import written_by
+from lightning_sym.symmetry.tracing.graph.operations import Trait, is_pointwise, name_of, operations
 
 
 class Interpreter(Layers):

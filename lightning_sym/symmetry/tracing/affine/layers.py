@@ -9,11 +9,10 @@ from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.algebra import regroup
 from lightning_sym.symmetry.tracing.affine.moves import Move, joined_relation
-from lightning_sym.symmetry.tracing.affine.products import Products, listed
+from lightning_sym.symmetry.tracing.affine.products import Products
 from lightning_sym.symmetry.tracing.affine.values import Drift, Shape, Value, places, varying, wide
-from lightning_sym.symmetry.tracing.masks import may_hide_rows
-from lightning_sym.symmetry.tracing.nodes import argument, reduced
-from lightning_sym.symmetry.tracing.operations import name_of
+from lightning_sym.symmetry.tracing.graph.nodes import HIDES_ROWS, argument, by_axis, reduced
+from lightning_sym.symmetry.tracing.graph.operations import name_of
 
 _VANISHED = -1e30  # replaces values that a softmax must ignore
 
@@ -84,7 +83,7 @@ class Layers(Products):
         if x is None:
             return None
         result = self.softmax(x, axis % max(x.rank, 1), log="log" in name_of(node))
-        return result.with_(relation=None) if may_hide_rows(node) else result
+        return result.with_(relation=None) if HIDES_ROWS in node.meta else result
 
     def _reduced(self, node: fx.Node) -> Any:
         x = self._value(node.args[0])
@@ -155,7 +154,7 @@ class Layers(Products):
             return None
         linear = "max" not in name
         padding = argument(node, 3, "padding", 0) if "avg_pool" in name and "adaptive" not in name else 0
-        if linear and any(listed(padding, count)) and argument(node, 5, "count_include_pad", True):
+        if linear and any(by_axis(padding, count)) and argument(node, 5, "count_include_pad", True):
             linear = False
             self.fix(x)
         result = Value(shape, True, learned=x.learned)

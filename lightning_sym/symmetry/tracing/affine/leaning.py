@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
-from lightning_sym.symmetry.tracing.coordinates import coordinates
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of, moved, reduced, shape_of
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
-from lightning_sym.symmetry.tracing.tilts import Leaning
+from lightning_sym.symmetry.tracing.affine.tilts import Leaning
+from lightning_sym.symmetry.tracing.graph.coordinates import coordinates
+from lightning_sym.symmetry.tracing.graph.nodes import argument, equation_of, letters_of, moved, reduced, shape_of
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations, spatial_axes_of
 
 _PASSES = operations(Trait.CAST) | {"neg"}
 _PRODUCTS = operations(Trait.CONTRACT) - operations(Trait.CONVOLVE) - {"embedding"}

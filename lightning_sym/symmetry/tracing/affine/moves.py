@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import ONE, Relation, Shape, Total, Value, places
-from lightning_sym.symmetry.tracing.coordinates import thinned, varies
-from lightning_sym.symmetry.tracing.nodes import argument
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.graph.coordinates import thinned, varies
+from lightning_sym.symmetry.tracing.graph.nodes import argument
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations
 
 MOVES = operations(Trait.MOVE | Trait.PICK | Trait.PAD)
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
+from lightning_sym.symmetry.tracing.affine.tilts import Normed
 from lightning_sym.symmetry.tracing.affine.values import Value
-from lightning_sym.symmetry.tracing.operations import name_of
-from lightning_sym.symmetry.tracing.tilts import Normed
+from lightning_sym.symmetry.tracing.graph.operations import name_of
 
 Pair = tuple[str | None, str]
 

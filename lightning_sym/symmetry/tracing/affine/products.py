@@ -15,8 +15,8 @@ from lightning_sym.symmetry.tracing.affine.letters import Sum, aligned
 from lightning_sym.symmetry.tracing.affine.moves import Move
 from lightning_sym.symmetry.tracing.affine.reading import Constants, index_of, indexed_by
 from lightning_sym.symmetry.tracing.affine.values import Coefficient, Lookup, Value, places
-from lightning_sym.symmetry.tracing.nodes import argument, equation_of, letters_of
-from lightning_sym.symmetry.tracing.operations import name_of, spatial_axes_of
+from lightning_sym.symmetry.tracing.graph.nodes import argument, by_axis, equation_of, letters_of
+from lightning_sym.symmetry.tracing.graph.operations import name_of, spatial_axes_of
 
 _LETTERS = string.ascii_letters
 
@@ -222,8 +222,8 @@ class Products(Contractions):
         numbers = [argument(node, at, key, default) for at, key, default in (
             (3, "stride", 1), (4, "padding", 0), (5, "output_padding" if transposed else "dilation", 1),
             (6, "groups", 1))]  # fmt: skip
-        stride, padding, groups = listed(numbers[0], count), numbers[1], numbers[3]
-        padded = isinstance(padding, str) or any(listed(padding, count))
+        stride, padding, groups = by_axis(numbers[0], count), numbers[1], numbers[3]
+        padded = isinstance(padding, str) or any(by_axis(padding, count))
         if not transposed and groups == 1 and not padded and set(w.shape[2:]) <= {1} and set(stride) <= {1}:
             flat = self.move(w, regroup(w.shape, w.shape[:2]), w.node)[0]
             spatial = _LETTERS[1 : 1 + count]
@@ -233,8 +233,3 @@ class Products(Contractions):
             result = self.convolve(x, w, shape, groups=int(groups), padded=padded or transposed,
                                    out=1 if transposed else 0, how=(name, str(numbers)))  # type: ignore[call-overload]  # fmt: skip
         return self._with_bias(result, argument(node, 2, "bias"), node, count)
-
-
-def listed(given: Any, count: int) -> list[int]:
-    """Return one number per axis."""
-    return list(given) if isinstance(given, (list, tuple)) else [given] * max(count, 1)

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.affine.growing import growing_axes, of_sizes
 from lightning_sym.symmetry.tracing.affine.moves import MOVES, Move, move_of
 from lightning_sym.symmetry.tracing.affine.system import System
 from lightning_sym.symmetry.tracing.affine.values import places, varying, wide
 from lightning_sym.symmetry.tracing.affine.weights import Weights
-from lightning_sym.symmetry.tracing.capture import OPAQUE, Capture
-from lightning_sym.symmetry.tracing.coordinates import varies
-from lightning_sym.symmetry.tracing.growing import growing_axes, of_sizes
-from lightning_sym.symmetry.tracing.nodes import ancestors, equation_of, letters_of, written_by
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations, spatial_axes_of
-from lightning_sym.symmetry.tracing.sizes import OF_NO_SIZE, growing_inputs
+from lightning_sym.symmetry.tracing.graph.capture import OPAQUE, Capture
+from lightning_sym.symmetry.tracing.graph.coordinates import varies
+from lightning_sym.symmetry.tracing.graph.nodes import ancestors, equation_of, letters_of, written_by
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations, spatial_axes_of
+from lightning_sym.symmetry.tracing.graph.sizes import OF_NO_SIZE, growing_inputs
 
 _MOVING = operations(Trait.MOVE)
 _MOVED = MOVES | operations(Trait.CAST) | {"getitem"}

@@ -9,11 +9,11 @@ import torch
 from scipy import sparse
 
 from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
+from lightning_sym.symmetry.equations import compress
+from lightning_sym.symmetry.numbering import Numbers
 from lightning_sym.symmetry.tracing.affine.system import Derived, System
 from lightning_sym.symmetry.tracing.affine.values import DERIVED, DIRECTIONS, FREE, SUMS
 from lightning_sym.symmetry.tracing.affine.weights import Generic, Weights
-from lightning_sym.symmetry.tracing.equations import compress
-from lightning_sym.symmetry.tracing.numbering import Numbers
 
 _NOTHING = 1e-9
 

@@ -19,8 +19,8 @@ from lightning_sym.symmetry.arrays import Bools, Floats, Ints, rising
 from lightning_sym.symmetry.rearranging import Summand
 from lightning_sym.symmetry.tracing.affine.forms import FormsAt
 from lightning_sym.symmetry.tracing.affine.parts import Folds, Kind, Parts, Readers, Shown, Step, Writers
+from lightning_sym.symmetry.tracing.affine.tilts import Leaning, Normed
 from lightning_sym.symmetry.tracing.affine.weights import ByFunction, Generic, Made, Weights, names_of
-from lightning_sym.symmetry.tracing.tilts import Leaning, Normed
 from lightning_sym.symmetry.views import FixedTensors
 
 _TINY, _LIMIT = 1e-60, 1e-6  # near zero; and how close two limits are, relative to their size

@@ -22,7 +22,7 @@ from lightning_sym.symmetry.tracing.affine.values import (
     places,
 )
 from lightning_sym.symmetry.tracing.affine.weights import Made, Weights, kept
-from lightning_sym.symmetry.tracing.capture import Capture
+from lightning_sym.symmetry.tracing.graph.capture import Capture
 
 _MOST = 2**20  # maximal entries of a value that are told apart
 

@@ -14,6 +14,7 @@ from scipy import sparse
 from torch import Tensor
 
 from lightning_sym.symmetry.arrays import Ints, rising
+from lightning_sym.symmetry.numbering import sum_by
 from lightning_sym.symmetry.tracing.affine.absorbing import absorb_ahead
 from lightning_sym.symmetry.tracing.affine.forms import Forms
 from lightning_sym.symmetry.tracing.affine.interpreter import Interpreter
@@ -26,8 +27,7 @@ from lightning_sym.symmetry.tracing.affine.space import Translations
 from lightning_sym.symmetry.tracing.affine.system import Derived, System, states_of
 from lightning_sym.symmetry.tracing.affine.values import Value
 from lightning_sym.symmetry.tracing.affine.weights import Beside, Weights, names_of_total
-from lightning_sym.symmetry.tracing.capture import Capture
-from lightning_sym.symmetry.tracing.numbering import sum_by
+from lightning_sym.symmetry.tracing.graph.capture import Capture
 
 # Names for kinds of entries.
 NORM = "biases that batch norms absorb"

@@ -15,7 +15,7 @@ from scipy import sparse
 from torch import Tensor, fx
 
 from lightning_sym.symmetry.arrays import Floats, Ints, rising
-from lightning_sym.symmetry.tracing.numbering import Numbers
+from lightning_sym.symmetry.numbering import Numbers
 
 Shape = tuple[int, ...]
 

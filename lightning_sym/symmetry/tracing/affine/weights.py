@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from lightning_sym.symmetry.tracing.affine.values import Atom, Coefficient, Total
-from lightning_sym.symmetry.tracing.operations import Trait, name_of, operations
+from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations
 from lightning_sym.symmetry.views import NamedTensors
 
 _SMALL = 2**16  # tensors of so many numbers are kept: gains and biases, which are asked for again and again

@@ -1,0 +1,1 @@
+"""Captured graphs: capture, operations with their traits, queries, rewriting."""
