@@ -77,6 +77,7 @@ from lightning_sym.symmetry.tracing.normal_form.charts import (
     read_behind_layers,
     read_beside_inputs,
 )
+from lightning_sym.symmetry.tracing.normal_form.complex_pairs import parts_of_turns
 from lightning_sym.symmetry.tracing.normal_form.contractions import (
     VIEWS,
     einsum,
@@ -643,6 +644,7 @@ _REWRITES: dict[str, Rewrite] = {
     "softmax": softmax,
     "eq": is_chosen,
     "abs": modulus,
+    **dict.fromkeys(("real", "imag", "view_as_real"), parts_of_turns),
     **REWRITES,
 }
 _ELEMENTWISE = Trait.JOIN | Trait.PRODUCT | Trait.CAST | Trait.POINTWISE | Trait.ORDER | Trait.EQUALISE

@@ -39,6 +39,8 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """
     value: Any = node.args[0]
     axis: Any = node.args[1] if len(node.args) > 1 else 0
+    if r.name(value) == "cat":
+        return _of_joined(r, node, value)
     if r.name(value) not in _ELEMENTWISE or r.is_marked(value) or node.kwargs or value.kwargs.keys() - {"alpha"}:
         return None
     if isinstance(axis, (list, tuple)):  # the argument of `index`
@@ -65,6 +67,25 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return r.insert(node.target, item, own, *node.args[2:])
 
     return r.insert(value.target, *(part(item) for item in value.args), **value.kwargs)
+
+
+def _of_joined(r: Rewriter, node: fx.Node, joined: fx.Node) -> fx.Node | None:
+    """Read a part of a concatenation from the only value that it shows."""
+    axis, rank, begin = argument(joined, 1, "dim", 0) % len(r.shape(joined)), len(r.shape(joined)), 0
+    if r.name(node) not in ("slice", "select") or node.kwargs or len(node.args) < 3 or node.args[1] % rank != axis:  # type: ignore[operator]
+        return None
+    numbers = torch.arange(r.shape(joined)[axis]).reshape([-1 if at == axis else 1 for at in range(rank)])
+    read = moved(node, numbers).flatten()
+    for value in joined.args[0]:  # type: ignore[union-attr]
+        size = r.shape(value)[axis]
+        if len(read) and begin <= int(read.min()) and int(read.max()) < begin + size:
+            first, last = int(read[0]) - begin, int(read[-1]) - begin + 1
+            if r.name(node) == "select":
+                return r.insert(aten.select.int, value, axis, first)
+            step = node.args[4:]
+            return value if len(read) == size else r.insert(aten.slice.Tensor, value, axis, first, last, *step)
+        begin += size
+    return None
 
 
 def _covered(r: Rewriter, value: fx.Node, axis: int) -> bool:
