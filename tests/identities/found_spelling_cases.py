@@ -170,9 +170,19 @@ def by_fourier(u: Tensor, a: Tensor) -> Tensor:
 
 
 WAVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sin": torch.sin,
+    "sin of two": lambda h: torch.stack([torch.cos(h), torch.sin(h)], -1)[..., 1],
+    "turned": lambda h: (torch.exp(torch.complex(torch.zeros_like(h), h)) * -1j).real,
+    "conjugate": lambda h: (-(1j * h).exp().conj()).imag,
     "exp": lambda h: torch.exp(1j * h).imag,
     "polar": lambda h: torch.polar(torch.ones_like(h), h).imag,
     "as real": lambda h: torch.view_as_real(torch.polar(torch.ones_like(h), h))[..., 1],
+}
+GABOR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of WIRE (Saragadam et al., 2023)
+    "product": lambda h, g: torch.cos(h) * torch.exp(-g.square()),
+    "exp": lambda h, g: torch.exp(1j * h - g.square()).real,
+    "polar": lambda h, g: torch.polar(torch.exp(-g * g), h).real,
+    "complex": lambda h, g: torch.view_as_real(torch.exp(torch.complex(-g.pow(2), h)))[..., 0],
 }
 MATRICES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "slices": lambda s, h: F.linear(h, s.w[..., 0] + s.w[..., 1]),
@@ -455,6 +465,8 @@ FOUND: dict[str, Function] = {
         each({"steps": step_by_step, "kernel": by_kernel, "Fourier": by_fourier}, decayed), samples=60),
     "sines, complex": Function({"a": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), 0,
         each(WAVES, lambda wave: lambda s, x: s.b(wave(3 * s.a(x))))),
+    "Gabor wavelets, complex": Function({"a": of(L, 6, 4), "c": of(L, 6, 4), "b": of(L, 4, 3)}, two_inputs(6), 0,
+        each(GABOR, lambda wave: lambda s, x: s.b(wave(3 * s.a(x), 2 * s.c(x))))),
     "two matrices of one tensor": Function({"a": of(L, 6, 4), "w": parameter(3, 4, 2)}, two_inputs(6), 16,
         each(MATRICES, lambda layer: lambda s, x: layer(s, F.leaky_relu(s.a(x))))),
     "cascade of parts": Function({"a": of(L, 7, 6, bias=False), "c": of(L, 2, 2, bias=False),
