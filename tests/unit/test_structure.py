@@ -35,6 +35,8 @@ LEVELS = [
     {"callbacks"},
     {"cli"},
 ]
+# The rooms of the tracer, from the bottom up.
+TRACING = ["graph", "affine", "labelling", "normal_form"]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
@@ -101,6 +103,14 @@ def test_imports_run_down_without_circles_and_past_no_private_name():
         if private:
             offenders.add(f"{source} imports the private {'.'.join(target.split('.')[: private[0] + 1])}")
     assert not offenders
+
+
+def test_imports_within_the_tracer_run_down():
+    start = "lightning_sym.symmetry.tracing."
+    for source, target in arrows():
+        here, there = (name.removeprefix(start).split(".")[0] for name in (source, target))
+        if here in TRACING and target.startswith(start):
+            assert there in TRACING[: TRACING.index(here) + 1], f"{source} runs up to {target}"
 
 
 def test_imports_are_absolute_and_only_the_upper_rooms_know_lightning():

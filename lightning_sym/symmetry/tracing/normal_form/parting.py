@@ -71,19 +71,22 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def _of_joined(r: Rewriter, node: fx.Node, joined: fx.Node) -> fx.Node | None:
     """Read a part of a concatenation from the only value that it shows."""
-    axis, rank, begin = argument(joined, 1, "dim", 0) % len(r.shape(joined)), len(r.shape(joined)), 0
-    if r.name(node) not in ("slice", "select") or node.kwargs or len(node.args) < 3 or node.args[1] % rank != axis:  # type: ignore[operator]
+    values: Any = joined.args[0]
+    given: Any = node.args
+    rank, begin = len(r.shape(joined)), 0
+    axis = argument(joined, 1, "dim", 0) % rank
+    if r.name(node) not in ("slice", "select") or node.kwargs or len(given) < 3 or given[1] % rank != axis:
         return None
     numbers = torch.arange(r.shape(joined)[axis]).reshape([-1 if at == axis else 1 for at in range(rank)])
     read = moved(node, numbers).flatten()
-    for value in joined.args[0]:  # type: ignore[union-attr]
+    for value in values:
         size = r.shape(value)[axis]
         if len(read) and begin <= int(read.min()) and int(read.max()) < begin + size:
             first, last = int(read[0]) - begin, int(read[-1]) - begin + 1
             if r.name(node) == "select":
                 return r.insert(aten.select.int, value, axis, first)
-            step = node.args[4:]
-            return value if len(read) == size else r.insert(aten.slice.Tensor, value, axis, first, last, *step)
+            whole: fx.Node = value
+            return whole if len(read) == size else r.insert(aten.slice.Tensor, value, axis, first, last, *given[4:])
         begin += size
     return None
 
