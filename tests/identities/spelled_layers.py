@@ -82,6 +82,7 @@ LAYER_NORM: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "matrix": by_a_matrix,
     "group_norm": lambda h, g, b, e: F.group_norm(h.flatten(0, 1), 1, g, b, e).view_as(h),
     "norm, then gain": lambda h, g, b, e: F.layer_norm(h, h.shape[-1:], eps=e) * g + b,
+    "native": lambda h, g, b, e: torch.native_layer_norm(h, h.shape[-1:], g, b, e)[0],
 }
 
 
@@ -105,6 +106,8 @@ def groups(h: Tensor) -> Tensor:
 
 GROUP_NORM: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
     "group_norm": lambda h, g, b, e: F.group_norm(h.flatten(0, 1), 2, g, b, e).view_as(h),
+    "native": lambda h, g, b, e: torch.native_group_norm(h.flatten(0, 1), g, b, len(h) * h.shape[1], 6, 1, 2,
+        e)[0].view_as(h),
     "layer_norm of a view": lambda h, g, b, e: F.layer_norm(groups(h), (3,), eps=e).flatten(-2) * g + b,
     "mean of squares": lambda h, g, b, e: scaled(centred(groups(h)), e).flatten(-2) * g + b,
     "gains of a view": lambda h, g, b, e: (scaled(centred(groups(h)), e) * g.view(2, 3) + b.view(2, 3)).flatten(-2),
@@ -122,6 +125,8 @@ BATCH_NORM: dict[str, Callable[..., Tensor]] = {
     "flat": lambda h, m, v, g, b: F.batch_norm(h.flatten(0, 1), m, v, g, b).view_as(h),
     "image": lambda h, m, v, g, b: F.batch_norm(h.mT[..., None], m, v, g, b)[..., 0].mT,
     "norm, then gain": lambda h, m, v, g, b: F.batch_norm(h.mT, m, v).mT * g + b,
+    "native": lambda h, m, v, g, b: torch.ops.aten._native_batch_norm_legit_no_training(h.mT, g, b, m, v, 0.1,
+        1e-5)[0].mT,
     "by hand": lambda h, m, v, g, b: (h - m) / torch.sqrt(v + 1e-5) * g + b,
     "folded": lambda h, m, v, g, b: h * (g * torch.rsqrt(v + 1e-5)) + (b - m * (g * torch.rsqrt(v + 1e-5))),
     "addcmul": lambda h, m, v, g, b: torch.addcmul(b, (h - m) * (v + 1e-5).rsqrt(), g),

@@ -180,6 +180,10 @@ ATTENTION: dict[str, Spelled] = {
     "packed weights": attention_of_packed_weights,
     "batches": attention_by_batches,
     "fused": fused(is_causal=True),
+    "math": lambda s, x: s.o(joined(torch.ops.aten._scaled_dot_product_attention_math(*qkv(s, x), CAUSAL)[0])),
+    "flash": lambda s, x: s.o(
+        joined(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv(s, x), 0.0, True)[0])
+    ),
     "fused, mask": fused(attn_mask=CAUSAL),
     "fused, added mask": fused(attn_mask=torch.zeros(3, 3, dtype=torch.float64).masked_fill(~CAUSAL, -math.inf)),
 }

@@ -249,6 +249,9 @@ def _item(r: Rewriter, node: fx.Node) -> fx.Node | None:
     both, item = node.args
     if r.name(both) == "embedding_bag" and item == 0:
         return _bag(r, both)
+    if r.name(both) in written_out.FIRST_RESULTS and item == 0:
+        first: fx.Node = r.write(written_out.FIRST_RESULTS[r.name(both)], *both.args, **both.kwargs)
+        return first
     if r.name(both) in CHOICES:
         return chosen_value(r, node)
     if r.name(both) == "broadcast_tensors":

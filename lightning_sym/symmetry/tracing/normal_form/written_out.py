@@ -158,6 +158,18 @@ def _quantile(x: Tensor, q: float, dim: int, keepdim: bool = False, *, interpola
     return found if keepdim else found.squeeze(dim)
 
 
+# The first results of operations with several, of which decomposed networks are made.
+FIRST_RESULTS: Mapping[str, Written] = {
+    "native_layer_norm": torch.layer_norm,
+    "native_group_norm": lambda x, w, b, size, channels, space, groups, eps: _group_norm(x, groups, w, b, eps),
+    "_native_batch_norm_legit_no_training": lambda x, w, b, mean, variance, momentum, eps: torch.batch_norm(
+        x, w, b, mean, variance, False, momentum, eps, False
+    ),
+    "_scaled_dot_product_attention_math": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *flags, attn_mask=None, **more: _attention(
+        q, k, v, attn_mask, *flags, **more
+    ),
+}
 FUNCTIONS: Mapping[str, Written] = {
     "logaddexp": lambda x, y: torch.stack(torch.broadcast_tensors(x, y)).logsumexp(0),  # type: ignore[no-untyped-call]
     "_weight_norm": _weight_norm,
