@@ -324,6 +324,19 @@ class Contractions(Passing):
                     numbers = numbers if drift.numbers.shape[0] > 1 else numbers[None]
                     result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), numbers)
                 continue
+            if gone and varying(drift.function).isdisjoint(gone) and (total := self._known_sum(other, by)) is not None:
+                # What does not vary along the summed axes is only multiplied by the known sum.
+                first, before = drift.numbers, frozenset(1 + axis for axis in gone)
+                for axis in before:
+                    first = first.narrow(axis, 0, 1)
+                alike = self.unknowns.combined([(first, Coefficient(total))])
+                if alike is not None:
+                    kept_sum = aligned(alike, by.one, by.out, 1)
+                    result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), kept_sum)
+                rest = self.unknowns.combined([(drift.numbers, Coefficient()), (first, Coefficient(-1.0))])
+                if rest is None:
+                    continue
+                drift = Drift(drift.function, rest)
             # Each summed place has a separate function.
             kept = [axis for axis in range(own.rank) if axis not in gone]
             moved = drift.numbers.permute(0, *(1 + axis for axis in gone), *(1 + axis for axis in kept))
@@ -334,6 +347,15 @@ class Contractions(Passing):
             ]
             letters = "".join(by.one[axis] for axis in kept)
             result.drifts[self.system.source()] = Drift(places(shape), aligned(moved, letters, by.out, 1))
+
+    @staticmethod
+    def _known_sum(value: Value, by: Sum) -> float | None:
+        """Return the number that all sums of the second factor over the contracted axes equal; None if not known."""
+        relation, gone = value.relation, frozenset(by.two.index(letter) for letter in by.gone)
+        if relation is None or relation.axes != gone or relation.total.segments > 1 or relation.coefficient.items:
+            return None
+        known = relation.total.known
+        return None if known is None else known / relation.coefficient.factor
 
     def _passed(self, own: Value, other: Value, by: Sum) -> Relation | None:
         """Return the relation of a factor along axes that the contraction leaves unchanged; None if there is none."""

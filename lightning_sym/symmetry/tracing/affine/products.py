@@ -41,11 +41,25 @@ class Products(Contractions):
 
     def _looked_up(self, node: fx.Node, name: str, table: Value) -> Value | None:
         """Return rows at an input-dependent index, as a contraction with one-hot vectors."""
+        if name == "gather":
+            return self._gathered(node, table)
         index, axis = index_of(node, name)
         at = self._value(index)
         if at is None or not isinstance(axis, int) or index.meta["val"].dtype == torch.bool:  # type: ignore[union-attr]
             return None
         return self._rows_at(index, table, node, axis % table.rank)
+
+    def _gathered(self, node: fx.Node, value: Value) -> Value | None:
+        """Return entries at an index along one axis; all other axes are those of the index."""
+        axis: Any = node.args[1]
+        axis, index = axis % value.rank, node.args[2]
+        shape, size = tuple(index.meta["val"].shape), value.shape[axis]  # type: ignore[union-attr]
+        if self._value(index) is None or (*shape[:axis], size, *shape[axis + 1 :]) != value.shape:
+            return None
+        hot, letters = Value((*shape, size), True), _LETTERS[: value.rank]
+        hot.relation = self._over(hot.shape, [hot.rank - 1], 1.0)
+        out = letters.replace(letters[axis], _LETTERS[value.rank])
+        return self.contract(hot, value, f"{out}{letters[axis]},{letters}->{out}", node)
 
     def _rows_at(self, index: fx.Node, table: Value, node: fx.Node, axis: int = 0) -> Value:
         """Return rows of a table at an index, which takes the place of the axis of the rows."""

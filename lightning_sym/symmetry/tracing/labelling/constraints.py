@@ -216,6 +216,8 @@ class Constraints:
             contracted: Whether they are the two sides of a sum of products, rather than values of one kind.
         """
         one, two = self._agree(one, two)
+        if (one.tag != two.tag).any():
+            one, two = self._without_copies(one, two), self._without_copies(two, one)
         apart = one.tag != two.tag
         if apart.any():
             self.apart += int(apart.sum())
@@ -226,6 +228,16 @@ class Constraints:
             pair = one.atom[different], two.atom[different]
             (self.contracted if contracted else self.merges).append(pair)
         return one
+
+    def _without_copies(self, label: Label, other: Label) -> Label:
+        """Return the units of which a label holds equal copies at places that another label tells apart.
+
+        Such as keys that all samples share, beside the queries of each sample and head on one axis.
+        """
+        units = self.copied_from(label.atom)
+        if (units == label.atom).all() or distinct_columns(units, other.atom)[0].shape[1] > len(rising(units)):
+            return label
+        return Label(label.axes, units, other.tag, label.scale)
 
     def _agree(self, one: Label, two: Label) -> tuple[Label, Label]:
         for label, other in ((one, two), (two, one)):

@@ -344,6 +344,7 @@ def _maximum(trace: Trace, one: Value, two: Value) -> Value:
 # Moves of elements: labels follow the coordinates.
 
 _OBLIQUE = {"diagonal", "gather", "index", "take"}  # may read each unit at a position of its own
+_APART = "reads units at other positions in other rows"
 
 
 @register_rule(Trait.MOVE, Trait.PICK, Trait.SPREAD)
@@ -371,8 +372,8 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     back = _as_it_was(trace, value, move)
     if back is not None:
         return back
-    if name_of(trace.node) in _OBLIQUE and _tells_units_apart(value, move):
-        return unknown(trace, value, *args, **kwargs)
+    if name_of(trace.node) in _OBLIQUE:
+        value = trace.free_of(value, _axes_read_apart(value, move), _APART)
     moved = trace.move(value, move)
     if isinstance(moved, Value):
         return trace.carry(value, moved, move)
@@ -382,12 +383,14 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     ]
 
 
-def _tells_units_apart(value: Value, move: Callable[[Tensor], Any]) -> bool:
-    """Whether a move reads units at positions that differ between units."""
-    units = {axis for label in value.labels for axis in label.axes}
-    others = [axis for axis in range(value.ndim) if axis not in units]
-    one, two = (varying_axes(move(coordinates(value.shape, axes))) for axes in (sorted(units), others))
-    return not set(one).isdisjoint(two)
+def _axes_read_apart(value: Value, move: Callable[[Tensor], Any]) -> list[int]:
+    """Return the axes of units that a move reads at other positions for other entries beside these units."""
+    found = []
+    for label in value.labels:
+        others = [axis for axis in range(value.ndim) if axis not in label.axes]
+        one, two = (varying_axes(move(coordinates(value.shape, axes))) for axes in (label.axes, others))
+        found += [] if set(one).isdisjoint(two) else label.axes
+    return found
 
 
 def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Value | None:
