@@ -53,6 +53,29 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# Scores of queries and learned relative keys, one for each distance that the keys of an example have (DeBERTa, T5).
+DISTANCES = torch.arange(4)[:, None] - torch.arange(4) + 3
+RELATIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda q, t: (q @ t.mT).gather(-1, DISTANCES.expand(*q.shape[:2], -1, -1)),
+    "take_along_dim": lambda q, t: torch.take_along_dim(q @ t.mT, DISTANCES[None, None], -1),
+    "heads as samples": lambda q, t: (q.flatten(0, 1) @ t.repeat(len(q), 1, 1).mT).gather(-1,
+        DISTANCES.expand(q.shape[0] * q.shape[1], -1, -1)).view(*q.shape[:2], 4, 4),
+    "expanded": lambda q, t: torch.bmm(q.flatten(0, 1), t.expand(len(q), -1, -1, -1).flatten(0, 1).mT).gather(-1,
+        DISTANCES.expand(q.shape[0] * q.shape[1], -1, -1)).unflatten(0, q.shape[:2]),
+    "rows": lambda q, t: torch.einsum("bhid,hijd->bhij", q, t[:, DISTANCES]),
+    "one hot": lambda q, t: torch.einsum("bhim,ijm->bhij", q @ t.mT, F.one_hot(DISTANCES, 7).to(q.dtype)),
+    "index": lambda q, t: (q @ t.mT)[:, :, torch.arange(4)[:, None], DISTANCES],
+}  # fmt: skip
+
+
+def relative(score: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    def attention(s: Any, x: Tensor) -> Tensor:
+        q, k, v, t = (own.unflatten(-1, (2, 2)).transpose(-3, -2) for own in (s.q(x), s.k(x), s.v(x), s.r(s.t)))
+        return s.o(((q @ k.mT + score(q, t)).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    return attention
+
+
 def latents(s: Any, x: Tensor, norm: Callable[[Tensor], Tensor], *, widened: bool) -> Tensor:
     """Let learned latents, behind a norm, attend to the input (Perceiver)."""
     table = s.t.expand(len(x), 5, 4) if widened else s.t
@@ -439,6 +462,8 @@ TABLES: dict[str, Function] = {
         strict=True)} | {"o": of(L, 12, 7)}, steps(9, 4), 24, each(QUERIES, lambda own: lambda s, x: s.o(own(
         *(layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (s.q, s.k, s.v))).transpose(1, 2).flatten(2))),
         samples=60),
+    "relative keys at distances": Function({"q": of(L, 7, 4), "k": of(L, 7, 4), "v": of(L, 7, 4), "o": of(L, 4, 5),
+        "r": of(L, 3, 4), "t": parameter(7, 3)}, steps(7, 4), 40, each(RELATIVE, relative), samples=60),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

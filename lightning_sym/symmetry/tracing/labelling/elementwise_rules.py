@@ -385,7 +385,7 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _axes_read_apart(value: Value, move: Callable[[Tensor], Any]) -> list[int]:
     """Return the axes of units that a move reads at other positions for other entries beside these units."""
-    found = []
+    found: list[int] = []
     for label in value.labels:
         others = [axis for axis in range(value.ndim) if axis not in label.axes]
         one, two = (varying_axes(move(coordinates(value.shape, axes))) for axes in (label.axes, others))
