@@ -53,6 +53,15 @@ HALVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }  # fmt: skip
 
 
+# Functions that differ by a constant, which a norm subtracts.
+CENTRED: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "sigmoid": lambda h: 2 * torch.sigmoid(2 * h) - 1,
+    "no constant": lambda h: 2 * torch.sigmoid(2 * h),
+    "another constant": lambda h: 3 - torch.tanh(-h),
+}
+
+
 def standardised(h: Tensor) -> Tensor:
     return (h - h.mean(-1, keepdim=True)) * (h.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt()
 
@@ -86,6 +95,8 @@ GENERATED: dict[str, Function] = {
         each(HEADS, lambda own: lambda s, x: s.o(attended(*map(own, s.i(F.silu(s.a(x))).chunk(3, -1))))), samples=60),
     "gain of two halves": Function({"a": of(L, 9, 4), "c": of(L, 4, 4), "o": of(L, 4, 6)}, steps(9), 8,
         each(HALVES, lambda own: lambda s, x: (lambda h: s.o(h * (1 + own(h, s.c))))(s.a(x)))),
+    "constants before a norm": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 6,
+        each(CENTRED, lambda own: lambda s, x: s.o(standardised(own(s.a(x)))))),
     "norm in groups beside its function": Function({"a": of(L, 9, 4), "g": parameter(4), "b": parameter(4),
         "c": of(L, 4, 3), "d": of(L, 7, 4)}, steps(9), 42, {"group_norm": beside_a_function}, samples=60),
 }  # fmt: skip
