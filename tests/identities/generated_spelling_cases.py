@@ -53,6 +53,14 @@ HALVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }  # fmt: skip
 
 
+# A sum of four terms, of which two are parts of one layer.
+TERMS: dict[str, Callable[..., Tensor]] = {
+    "neighbours": lambda h, one, two, product: one + two + h + product,
+    "apart": lambda h, one, two, product: one + h + two + product,
+    "at the ends": lambda h, one, two, product: one + (h + product) + two,
+    "behind others": lambda h, one, two, product: h + product - (-one - two),
+    "in pairs": lambda h, one, two, product: (h + one) + (product + two),
+}
 # Functions that differ by a constant, which a norm subtracts.
 CENTRED: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
@@ -75,6 +83,12 @@ def beside_a_function(s: Any, x: Tensor) -> Tensor:
     return torch.tanh(s.d(torch.cat([h, torch.tanh(s.c(h))], -1)))
 
 
+def parts_in_a_sum(own: Callable[..., Tensor], s: Any, x: Tensor) -> Tensor:
+    h = s.a(x)
+    z = torch.tanh(s.e(h))
+    return s.o(torch.tanh(own(h, z[..., :2] @ s.w[:, :2].T, z[..., 2:] @ s.w[:, 2:].T, h * s.g(x))))
+
+
 GENERATED: dict[str, Function] = {
     "layer in groups": Function({"a": of(L, 9, 6), "w": parameter(6, 3), "b": parameter(6), "o": of(L, 6, 7)},
         steps(9), 6, each(IN_GROUPS, lambda own: lambda s, x: s.o(torch.tanh(own(F.relu(s.a(x)), s.w) + s.b)))),
@@ -95,6 +109,8 @@ GENERATED: dict[str, Function] = {
         each(HEADS, lambda own: lambda s, x: s.o(attended(*map(own, s.i(F.silu(s.a(x))).chunk(3, -1))))), samples=60),
     "gain of two halves": Function({"a": of(L, 9, 4), "c": of(L, 4, 4), "o": of(L, 4, 6)}, steps(9), 8,
         each(HALVES, lambda own: lambda s, x: (lambda h: s.o(h * (1 + own(h, s.c))))(s.a(x)))),
+    "parts apart in a sum": Function({"a": of(L, 9, 4), "g": of(L, 9, 4), "e": of(L, 4, 6), "w": parameter(4, 6),
+        "o": of(L, 4, 5)}, steps(9), 4, each(TERMS, lambda own: lambda s, x: parts_in_a_sum(own, s, x))),
     "constants before a norm": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 6,
         each(CENTRED, lambda own: lambda s, x: s.o(standardised(own(s.a(x)))))),
     "norm in groups beside its function": Function({"a": of(L, 9, 4), "g": parameter(4), "b": parameter(4),
