@@ -53,6 +53,14 @@ HALVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }  # fmt: skip
 
 
+# The product of a table and a matrix.
+TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda t, w: t @ w.T,
+    "sum": lambda t, w: (t[:, None] * w).sum(-1),
+    "columns": lambda t, w: torch.stack([(t * row).sum(-1) for row in w], -1),
+    "rows": lambda t, w: torch.stack([(w * row).sum(-1) for row in t]),
+    "sum over the first axis": lambda t, w: (w.T.unsqueeze(1) * t.T.unsqueeze(-1)).sum(0),
+}
 # A sum of four terms, of which two are parts of one layer.
 TERMS: dict[str, Callable[..., Tensor]] = {
     "neighbours": lambda h, one, two, product: one + two + h + product,
@@ -109,6 +117,8 @@ GENERATED: dict[str, Function] = {
         each(HEADS, lambda own: lambda s, x: s.o(attended(*map(own, s.i(F.silu(s.a(x))).chunk(3, -1))))), samples=60),
     "gain of two halves": Function({"a": of(L, 9, 4), "c": of(L, 4, 4), "o": of(L, 4, 6)}, steps(9), 8,
         each(HALVES, lambda own: lambda s, x: (lambda h: s.o(h * (1 + own(h, s.c))))(s.a(x)))),
+    "table times matrix": Function({"t": parameter(3, 4), "w": parameter(4, 4), "a": of(L, 9, 4), "o": of(L, 4, 5)},
+        steps(9), 20, each(TABLES, lambda own: lambda s, x: s.o(torch.tanh(own(s.t, s.w) + s.a(x)))), samples=60),
     "parts apart in a sum": Function({"a": of(L, 9, 4), "g": of(L, 9, 4), "e": of(L, 4, 6), "w": parameter(4, 6),
         "o": of(L, 4, 5)}, steps(9), 4, each(TERMS, lambda own: lambda s, x: parts_in_a_sum(own, s, x))),
     "constants before a norm": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 6,
