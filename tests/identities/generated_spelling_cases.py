@@ -53,6 +53,31 @@ HALVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }  # fmt: skip
 
 
+# The product of a table and a matrix.
+TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda t, w: t @ w.T,
+    "sum": lambda t, w: (t[:, None] * w).sum(-1),
+    "columns": lambda t, w: torch.stack([(t * row).sum(-1) for row in w], -1),
+    "rows": lambda t, w: torch.stack([(w * row).sum(-1) for row in t]),
+    "sum over the first axis": lambda t, w: (w.T.unsqueeze(1) * t.T.unsqueeze(-1)).sum(0),
+}
+# A sum of four terms, of which two are parts of one layer.
+TERMS: dict[str, Callable[..., Tensor]] = {
+    "neighbours": lambda h, one, two, product: one + two + h + product,
+    "apart": lambda h, one, two, product: one + h + two + product,
+    "at the ends": lambda h, one, two, product: one + (h + product) + two,
+    "behind others": lambda h, one, two, product: h + product - (-one - two),
+    "in pairs": lambda h, one, two, product: (h + one) + (product + two),
+}
+# Functions that differ by a constant, which a norm subtracts.
+CENTRED: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "sigmoid": lambda h: 2 * torch.sigmoid(2 * h) - 1,
+    "no constant": lambda h: 2 * torch.sigmoid(2 * h),
+    "another constant": lambda h: 3 - torch.tanh(-h),
+}
+
+
 def standardised(h: Tensor) -> Tensor:
     return (h - h.mean(-1, keepdim=True)) * (h.var(-1, keepdim=True, correction=0) + 1e-5).rsqrt()
 
@@ -64,6 +89,12 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def beside_a_function(s: Any, x: Tensor) -> Tensor:
     h = F.group_norm(s.a(x).flatten(0, 1), 2, s.g, s.b).view(len(x), -1, 4)
     return torch.tanh(s.d(torch.cat([h, torch.tanh(s.c(h))], -1)))
+
+
+def parts_in_a_sum(own: Callable[..., Tensor], s: Any, x: Tensor) -> Tensor:
+    h = s.a(x)
+    z = torch.tanh(s.e(h))
+    return s.o(torch.tanh(own(h, z[..., :2] @ s.w[:, :2].T, z[..., 2:] @ s.w[:, 2:].T, h * s.g(x))))
 
 
 GENERATED: dict[str, Function] = {
@@ -86,6 +117,12 @@ GENERATED: dict[str, Function] = {
         each(HEADS, lambda own: lambda s, x: s.o(attended(*map(own, s.i(F.silu(s.a(x))).chunk(3, -1))))), samples=60),
     "gain of two halves": Function({"a": of(L, 9, 4), "c": of(L, 4, 4), "o": of(L, 4, 6)}, steps(9), 8,
         each(HALVES, lambda own: lambda s, x: (lambda h: s.o(h * (1 + own(h, s.c))))(s.a(x)))),
+    "table times matrix": Function({"t": parameter(3, 4), "w": parameter(4, 4), "a": of(L, 9, 4), "o": of(L, 4, 5)},
+        steps(9), 20, each(TABLES, lambda own: lambda s, x: s.o(torch.tanh(own(s.t, s.w) + s.a(x)))), samples=60),
+    "parts apart in a sum": Function({"a": of(L, 9, 4), "g": of(L, 9, 4), "e": of(L, 4, 6), "w": parameter(4, 6),
+        "o": of(L, 4, 5)}, steps(9), 4, each(TERMS, lambda own: lambda s, x: parts_in_a_sum(own, s, x))),
+    "constants before a norm": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 6,
+        each(CENTRED, lambda own: lambda s, x: s.o(standardised(own(s.a(x)))))),
     "norm in groups beside its function": Function({"a": of(L, 9, 4), "g": parameter(4), "b": parameter(4),
         "c": of(L, 4, 3), "d": of(L, 7, 4)}, steps(9), 42, {"group_norm": beside_a_function}, samples=60),
 }  # fmt: skip

@@ -5,8 +5,14 @@ import math
 
 import pytest
 import torch
-from helpers import Program, assert_refused, of
-from orbit_laws import assert_matching_undoes, assert_members_have_one_form, assert_values_move, drawn
+from helpers import Program, assert_refused, of, parameter
+from orbit_laws import (
+    assert_a_group_acts,
+    assert_matching_undoes,
+    assert_members_have_one_form,
+    assert_values_move,
+    drawn,
+)
 from torch import nn
 
 from lightning_sym.symmetry import canonicalize, orbit_distance, trace_symmetry, weight_matching
@@ -36,10 +42,16 @@ CASES = {
     "without a bias": (lambda s, x: s.c(s.b(sin(s.e(x)))), (6, 2), 0, 0),
     "into a norm": (lambda s, x: s.c(s.b(s.norm(sin(s.a(x))))), (6, 2), 8, 8),
     "images": (lambda s, x: s.c(torch.tanh(s.b(sin(s.f(x)).mean((2, 3))))), (3, 2, 5, 5), 8, 0),
+    "output": (lambda s, x: sin(-3 * s.b(sin(3 * s.a(x)))), (6, 2), 15, 7),
+    "ahead of a relu": (lambda s, x: s.c(torch.tanh(s.b(torch.relu(sin(s.a(x).view(-1, 2, 4) * 9).flatten(1))))),
+        (6, 2), 8, 8),
+    "positive images": (lambda s, x: s.c(torch.tanh(s.b(torch.relu(sin(s.f(x))).mean((2, 3))))), (3, 2, 5, 5),
+        8, 8),
+    "gain and bias": (lambda s, x: torch.softmax(sin(3 * (1 + s.g) + s.e(x)), -1), (6, 2), 8, 8),
 }  # fmt: skip
 PARTS = {
     "a": of(L, 2, 8), "b": of(L, 8, 7), "c": of(L, 7, 3), "d": of(L, 8, 7), "e": of(L, 2, 8, bias=False),
-    "f": of(C, 2, 8, 3), "norm": of(nn.LayerNorm, 8),
+    "f": of(C, 2, 8, 3), "norm": of(nn.LayerNorm, 8), "g": parameter(8),
 }  # fmt: skip
 
 
@@ -84,8 +96,9 @@ def test_half_turns_leave_the_function_alone_and_change_the_weights(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["siren", "multiples behind", "read twice", "images", "one stream", "products", "distributed", "in parts"]
-)
+    "name", ["siren", "multiples behind", "read twice", "images", "one stream", "products", "distributed", "in parts",
+        "output", "ahead of a relu", "positive images", "gain and bias"]
+)  # fmt: skip
 @pytest.mark.few(6, "read twice", "in parts")
 def test_forms_and_matches_find_planted_half_turns(name):
     network, _, symmetry = traced(name)
@@ -96,6 +109,16 @@ def test_forms_and_matches_find_planted_half_turns(name):
     assert_matching_undoes(symmetry, network, other, 1e-11)
     assert apart(weight_matching(symmetry, network, other).network, network) < 1e-11
     assert orbit_distance(symmetry, network, other).upper < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("name", "signs"), [("output", 15), ("ahead of a relu", 15), ("positive images", 15), ("gain and bias", 8)]
+)
+def test_signs_before_sines_of_fixed_sign_add_half_a_period(name, signs):
+    """sin(pi - x) = sin(x): without these, only the other layers have signs."""
+    network, x, symmetry = traced(name)
+    assert symmetry.signs == signs
+    assert_a_group_acts(symmetry, network, 1e-12, x)
 
 
 def test_canonical_biases_lie_within_a_half_period():
@@ -120,7 +143,9 @@ def test_matches_take_half_turns_where_they_bring_networks_nearer():
     assert match.distance_after == pytest.approx(least, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["siren", "multiples behind", "images", "moved", "in parts"])
+@pytest.mark.parametrize(
+    "name", ["siren", "multiples behind", "images", "moved", "in parts", "output", "ahead of a relu"]
+)
 def test_values_in_front_of_a_sine_move_as_the_tap_says(name):
     network, x, symmetry = traced(name)
     names = [name for name, _ in network.named_children()]

@@ -12,7 +12,7 @@ from lightning_sym.symmetry.numbering import Hashes, flat, marked
 from lightning_sym.symmetry.solving.blocks import Blocks, find_blocks
 from lightning_sym.symmetry.solving.copies import Copies
 from lightning_sym.symmetry.solving.gained import Known, find_gained
-from lightning_sym.symmetry.solving.half_turns import Turned, solve_half_turns, with_half_turns
+from lightning_sym.symmetry.solving.half_turns import Turned, reflected, solve_half_turns, with_half_turns
 from lightning_sym.symmetry.solving.nesting import Nesting, find_nesting, heads_with_one_gain, merged
 from lightning_sym.symmetry.solving.refinement import Orbits, colours, columns_of, refine, sorted_groups
 from lightning_sym.symmetry.solving.replicas import Copied, Folded, copies_of, fold_replicas, sheets_at
@@ -108,6 +108,7 @@ def find_group(labels: Labels, known: Known) -> Group:
     walk, constraints = labels.walk, labels.walk.constraints
     _give_back(constraints.atoms)
     by_variable = solve_scales(constraints)
+    labels = reflected(labels)
     held, turned = needlessly_fixed(constraints, walk.axis_labels), solve_half_turns(constraints)
     for equations in (constraints.magnitude_equations, constraints.sign_equations):
         equations.clear()  # for large networks these dominate memory

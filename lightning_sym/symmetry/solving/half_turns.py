@@ -14,6 +14,24 @@ from lightning_sym.symmetry.solving.scales import variables_at
 from lightning_sym.symmetry.solving.structure import HalfTurns, Structure
 from lightning_sym.symmetry.solving.units import Positions
 from lightning_sym.symmetry.tracing.labelling.constraints import Constraints
+from lightning_sym.symmetry.tracing.labels import Labels
+
+
+def reflected(labels: Labels) -> Labels:
+    """Let biases of which sign changes add half a period p represent b - p / 2, so that signs map it to its negative.
+
+    Named values v between the bias and the sine then become p - v.
+    """
+    walk, sizes = labels.walk, {n: own.size for n, own in labels.walk.constraints.half_periods.items() if own.reflects}
+    added = dict(labels.charts.added)
+    for name, size in sizes.items():
+        before = added.get(name, 0.0)
+        assert isinstance(before, float | tuple), "functions onto the positive numbers and matrices have no half turns"
+        added[name] = tuple(own - size / 2 for own in before) if isinstance(before, tuple) else before - size / 2
+    for mark, value in walk.taps.items():
+        if (front := value.half_turned) is not None and front.bias in sizes:
+            walk.taps[mark] = replace(value, offset=front.times * sizes[front.bias])
+    return labels._replace(charts=labels.charts._replace(added=added))
 
 
 class Turned(NamedTuple):

@@ -1,7 +1,9 @@
 """Scales and signs: independent generators, their exponents at every position, and their units."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -53,15 +55,30 @@ class Table(NamedTuple):
 def solve_scales(constraints: Constraints) -> Forms:
     """Solve the equations between scales, and between signs.
 
+    Biases before sines and cosines that have no signs otherwise may have signs that each add half a period:
+    sin(pi - x) = sin(x). These half periods are then marked so.
+
     Returns:
         The solutions by variable.
     """
-    scales, signs, common = constraints.fixed_magnitudes, constraints.fixed_signs, constraints.common
-    halves = [own.flip for own in constraints.half_periods.values()]  # these are solved separately
-    return Forms(
-        solve(constraints.scales, constraints.magnitude_equations, flat(scales), common=common),
-        solve(constraints.scales, constraints.sign_equations, flat([*signs, *halves]), modulo_two=True, common=common),
-    )
+    scales, halves, common = constraints.fixed_magnitudes, constraints.half_periods, constraints.common
+    magnitudes = solve(constraints.scales, constraints.magnitude_equations, flat(scales), common=common)
+
+    def signs() -> sparse.csr_matrix:
+        tied = [(np.stack([own.standing, own.flip], 1), np.ones(2)) for own in halves.values() if own.reflects]
+        zeros = [own.flip for own in halves.values() if not own.reflects]  # half turns are solved separately
+        equations = [*constraints.sign_equations, *tied]
+        fixed = flat([*constraints.fixed_signs, *zeros])
+        return solve(constraints.scales, equations, fixed, modulo_two=True, common=common)
+
+    found = signs()
+    for name, own in halves.items():
+        if math.isfinite(own.size) and not found[own.standing].nnz:
+            halves[name] = replace(own, reflects=True)
+    if any(own.reflects for own in halves.values()):
+        found = signs()
+        halves |= {name: replace(own, reflects=bool(found[own.flip].nnz)) for name, own in halves.items()}
+    return Forms(magnitudes, found)
 
 
 def needlessly_fixed(constraints: Constraints, axis_labels: Mapping[str, Sequence[Label]]) -> list[str]:

@@ -88,11 +88,13 @@ class HalfPeriod:
         size: Half a period, as an offset of the bias; NaN if readers differ.
         standing: The scale variables of the bias. Shape (size of the bias,).
         flip: The sign variables that represent the sign change. Shape (size of the bias,).
+        reflects: Whether half a period is added with each sign change of the bias.
     """
 
     size: float
     standing: Ints
     flip: Ints
+    reflects: bool = False
 
 
 @dataclass

@@ -26,6 +26,7 @@ from lightning_sym.symmetry.tracing.graph.capture import (
 )
 from lightning_sym.symmetry.tracing.graph.operations import Trait, is_pointwise, name_of, operations, out_of_place
 from lightning_sym.symmetry.tracing.labelling.along import measured_along
+from lightning_sym.symmetry.tracing.labelling.offsets import offset_behind, subtracts_mean
 from lightning_sym.symmetry.tracing.labelling.values import Value, values_in
 from lightning_sym.symmetry.tracing.labelling.vocabulary import Rule, Trace
 
@@ -288,18 +289,13 @@ def _sums(node: fx.Node) -> list[fx.Node]:
     return [own for own in _read_by(node, scaled) if name_of(own) in operations(Trait.JOIN)]
 
 
-def passes_offset(target: Any) -> bool:
-    """Whether an operation preserves a constant added to its input."""
-    return operation_name(target) in operations(Trait.REGROUP | Trait.CAST)
-
-
 def absorbs_offset(trace: Trace, target: Any, value: Value, arguments: Any) -> bool:
     """Whether an operation absorbs the constant that sign changes add to its input; records the absorbing bias.
 
-    The operation must be linear with a bias; a convolution must have no padding, as the padding remains zero. See
-    docs/theory/intertwiners.md, 1.4.
+    The operation must subtract the mean, or be linear with a bias; a convolution must have no padding, as the padding
+    remains zero. See docs/theory/intertwiners.md, 1.4.
     """
-    if passes_offset(target):
+    if arguments and arguments[0] is value and (offset_behind(trace.node, 1.0) or subtracts_mean(trace.node)):
         return True
     name = operation_name(target)
     if not name.startswith(("linear", "conv")) or "transpose" in name or len(arguments) < 3:

@@ -14,6 +14,7 @@ from lightning_sym.symmetry.tracing.graph.nodes import result_shape
 from lightning_sym.symmetry.tracing.graph.sizes import growing_inputs
 from lightning_sym.symmetry.tracing.labelling.constraints import UNSET, Constraints, Label, Sighting, counted
 from lightning_sym.symmetry.tracing.labelling.gained import BatchNorm
+from lightning_sym.symmetry.tracing.labelling.offsets import is_centred
 from lightning_sym.symmetry.tracing.labelling.stacks import Stacks
 from lightning_sym.symmetry.tracing.labelling.values import InFront, Path, Value
 
@@ -54,7 +55,7 @@ class TraceState:
         self.untold: set[fx.Node] = set()
         self.mixed_uses: set[str] = set()
         self.leaf: dict[str, Value] = {}
-        self.affine = affine
+        self._affine = affine
         self.absorbed: list[tuple[str, str, int, float]] = []
         self.absorbed_before: tuple[tuple[str, str, int, float], ...] = ()
         self.walks = 0
@@ -75,6 +76,11 @@ class TraceState:
         self.aperiodic: set[str] = set()
         self.environment: dict[fx.Node, Any] = {}
         self.known: dict[Any, Any] = {}
+
+    @property
+    def affine(self) -> bool:
+        """Whether sign changes may add a constant to the current result: if asked for, or if norms subtract it."""
+        return self._affine or is_centred(self.node)
 
     # Names for notes and errors.
 

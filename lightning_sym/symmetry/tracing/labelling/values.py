@@ -64,8 +64,8 @@ class Value:
             parameter has one per axis. The labels of one value have disjoint axes.
         concrete: The elements of a value made of constants only (indices, masks).
         state: The name of the parameter or buffer that this is, before any operation.
-        offset: The constant that a unit's sign change adds: sigmoid(-x) = 1 - sigmoid(x). Only a linear operation with
-            a bias can absorb it (docs/theory/intertwiners.md, 1.4).
+        offset: The constant that a unit's sign change adds: sigmoid(-x) = 1 - sigmoid(x). Norms subtract it, and a
+            linear operation with a bias can absorb it (docs/theory/intertwiners.md, 1.4).
         by_size: Whether a constant may differ for inputs of another size. Such constants depend on positions (a range,
             a triangle), or are parts of nonuniform constants.
         sources: Pairs of a source value and the moves, step by step, from its elements to this value.

@@ -75,8 +75,9 @@ class Trace(Joining):
             signs: Whether f(-x) is f(x) if `even`, and otherwise offset - f(x).
             exponent: The exponent of scales; used with `positive_scales`.
             even: Whether f(-x) = f(x); used with `signs`.
-            offset: The constant in f(-x) = offset - f(x). Unless it is 0, signs count only if the symmetry is traced
-                with `affine=True` and the next bias can absorb the constant (docs/theory/intertwiners.md, 1.4).
+            offset: The constant in f(-x) = offset - f(x). Unless it is 0, signs count only if a norm subtracts the
+                constant, or if the symmetry is traced with `affine=True` and the next bias can absorb it
+                (docs/theory/intertwiners.md, 1.4).
         """
         if offset:
             value = self.elementwise(value, signs=signs and self.affine)

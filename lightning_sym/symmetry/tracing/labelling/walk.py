@@ -23,7 +23,8 @@ from lightning_sym.symmetry.tracing.labelling import (  # noqa: F401 (they regis
     write_rules,
 )
 from lightning_sym.symmetry.tracing.labelling.choice_rules import tells_unknown_choice
-from lightning_sym.symmetry.tracing.labelling.rules import absorbs_offset, fix_choice, passes_offset, rule_for, unknown
+from lightning_sym.symmetry.tracing.labelling.offsets import offset_behind
+from lightning_sym.symmetry.tracing.labelling.rules import absorbs_offset, fix_choice, rule_for, unknown
 from lightning_sym.symmetry.tracing.labelling.stacks import stacked
 from lightning_sym.symmetry.tracing.labelling.values import Value, values_in
 from lightning_sym.symmetry.tracing.labelling.vocabulary import OnlyUnlabelledError, Trace
@@ -137,8 +138,7 @@ class Walk(Trace):
         result = self._constant(node, arguments, keywords)
         if result is not None:
             return result
-        if self.affine:
-            self._only_where_absorbed(node, arguments, keywords)
+        self._only_where_absorbed(node, arguments, keywords)
         tells_unknown_choice(self, node, values_in((arguments, keywords)))
         rule = rule_for(node.target) if "out" not in node.kwargs else unknown
         if "watched" in node.meta:
@@ -155,8 +155,8 @@ class Walk(Trace):
         if result is None and written_by(node):
             result = unknown(self, *arguments, **keywords)
         result = self.stacks.after(node, arguments, keywords, result, since)
-        if self.affine and isinstance(result, Value) and passes_offset(node.target):
-            result = replace(result, offset=arguments[0].offset)
+        if isinstance(result, Value) and node.args and isinstance(given := arguments[0], Value) and given.offset:
+            result = replace(result, offset=offset_behind(node, given.offset) or 0.0)
         self._read_by(result, (arguments[1:] if replaces(node) else arguments, keywords))
         return result
 

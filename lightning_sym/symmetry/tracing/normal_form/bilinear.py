@@ -191,7 +191,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
             column = permuted(r, total, [*range(last - 1), last, last - 1])
             if (found := before_sum(r, value, column)) is not None:
                 return reshaped(r, found, r.shape(node))
-    if "inputs" not in made or "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
+    if "constants" in made or len({part.meta["val"].dtype for part in parts}) > 1:
         return None
     whole = r.shape(product)
     letters, axes = string.ascii_lowercase[: len(whole)], [axes] if isinstance(axes, int) else axes
@@ -214,6 +214,8 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
         return None
     one, two = map(set, terms)
+    if made == {"weights"} and (one == two or one & two != summed):  # scalar products of rows, such as their squares
+        return None
     # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
     if made == {"inputs"} and one == two:
         if len(axes) > 1 or not are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):

@@ -22,6 +22,7 @@ from lightning_sym.symmetry.tracing.normal_form.contractions import permuted, re
 from lightning_sym.symmetry.tracing.normal_form.einsums import find_contraction, find_sum
 from lightning_sym.symmetry.tracing.normal_form.grouped_layers import find_grouped_layer
 from lightning_sym.symmetry.tracing.normal_form.layers import Bilinear, Layer, find_layer
+from lightning_sym.symmetry.tracing.normal_form.sums import Term, summed, terms_of
 
 aten = torch.ops.aten
 FoundT = TypeVar("FoundT")
@@ -42,6 +43,46 @@ _MOST_FAILURES = 6  # failed regions per starting value
 _MOST_ELEMENTS = 2**24  # of a tensor in a region
 
 
+def parts_together(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a sum such that products of parts of one value with parts of one weight are added to each other first.
+
+    Example: h + W_1 v_1 + g + W_2 v_2, where only the second and the last term are parts of one layer.
+    """
+    if any(r.name(user) in ("add", "sub") and r.only_for(node, user) for user in node.users):
+        return None  # it is a part of another sum
+    terms, together = terms_of(r, node), dict[Any, list[Term]]()
+    for term in terms:
+        together.setdefault(_factors(r, term.node) or term, []).append(term)
+    if len(together) in (1, len(terms)) or all(_are_together(r, own) for own in together.values()):
+        return None
+    sums = [Term(summed(r, own[0].node, [term._replace(added=term.added == own[0].added) for term in own[1:]]),
+                 node, own[0].added) for own in together.values()]  # fmt: skip
+    first = next((term for term in sums if term.added), None)
+    return None if first is None else summed(r, first.node, [term for term in sums if term is not first][::-1])
+
+
+def _are_together(r: Rewriter, terms: list[Term]) -> bool:
+    nodes = {term.node for term in terms}
+    return len(terms) == 1 or any({own.node for own in terms_of(r, term.reader)} == nodes for term in terms)
+
+
+def _factors(r: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return the value and the matrix of which a term multiplies parts; None for other terms."""
+    moved = _MOVED | {"neg", "sum", "getitem"} | operations(Trait.CAST)
+    product = _source(r, node, moved)
+    factors = {r.made_of(given): given for given in product.all_input_nodes if len(r.shape(given)) > 1}
+    if r.name(product) not in _PRODUCTS or factors.keys() != {"inputs", "weights"}:
+        return None
+    value, weight = (_source(r, factors[own], moved) for own in ("inputs", "weights"))
+    return (value, weight) if weight in r.capture.states else None
+
+
+def _source(r: Rewriter, node: fx.Node, moved: set[str]) -> fx.Node:
+    while r.name(node) in moved and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node
+
+
 def respell_layers(rewriter: Rewriter) -> int:
     """Replace each written-out linear layer, convolution, mean, contraction or rotary embedding by one operation.
 
@@ -51,7 +92,7 @@ def respell_layers(rewriter: Rewriter) -> int:
     Returns:
         The number of changes.
     """
-    return _Respeller(rewriter).run()
+    return rewriter.rewrite(dict.fromkeys(("add", "sub"), parts_together)) + _Respeller(rewriter).run()
 
 
 @dataclass
