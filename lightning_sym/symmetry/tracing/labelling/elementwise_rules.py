@@ -372,8 +372,10 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
     back = _as_it_was(trace, value, move)
     if back is not None:
         return back
-    if name_of(trace.node) in _OBLIQUE:
-        value = trace.free_of(value, _axes_read_apart(value, move), _APART)
+    if name_of(trace.node) in _OBLIQUE and (apart := _axes_read_apart(value, move)):
+        if value.state is not None:
+            return unknown(trace, value, *args, **kwargs)
+        value = trace.free_of(value, apart, _APART)
     moved = trace.move(value, move)
     if isinstance(moved, Value):
         return trace.carry(value, moved, move)
