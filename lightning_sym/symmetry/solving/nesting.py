@@ -114,7 +114,8 @@ def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
     """Return the parents that stay fixed while blocks are permuted: gains that all heads share.
 
     Such a gain is the parent of one unit in each head. A component of parents and members that contains it has several
-    parents of one kind, whereas a block has one of each kind.
+    parents of one kind, whereas a block has one of each kind. Blocks inside a block also are: but their members have no
+    other parents.
 
     Args:
         pairs: Parents and members. Shape (2, pairs).
@@ -127,7 +128,8 @@ def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
         np.stack([component[own].astype(np.uint64), colour[own]]), axis=1, return_inverse=True, return_counts=True
     )
     several = marked(len(colour), component[own[count[kind.ravel()] > 1]])
-    found: Ints = own[several[component[own]] & standing[own]]
+    met = np.bincount(pairs[1], minlength=len(colour)) > 1
+    found: Ints = own[several[component[own]] & standing[own] & np.isin(own, pairs[0][met[pairs[1]]])]
     return found
 
 
