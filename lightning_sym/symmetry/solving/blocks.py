@@ -9,6 +9,7 @@ from lightning_sym.symmetry.arrays import Bools, Ints, rising
 from lightning_sym.symmetry.numbering import Hashes, components, marked, mix
 from lightning_sym.symmetry.solving.nesting import Nesting, roles
 from lightning_sym.symmetry.solving.replicas import Folded
+from lightning_sym.symmetry.solving.units import Positions
 
 
 class Blocks(NamedTuple):
@@ -31,7 +32,7 @@ class Blocks(NamedTuple):
         return Blocks(members, parents, self.number_of)
 
 
-def find_blocks(nesting: Nesting, colour: Hashes, fixed: Bools, unit_of: Ints, folded: Folded | None) -> Blocks:
+def find_blocks(nesting: Nesting, colour: Hashes, positions: Positions, unit_of: Ints, folded: Folded | None) -> Blocks:
     """Find blocks that may be permuted, and number their parents after the units.
 
     Members of slots that are not units are numbered first, directly after the units.
@@ -39,7 +40,7 @@ def find_blocks(nesting: Nesting, colour: Hashes, fixed: Bools, unit_of: Ints, f
     Args:
         nesting: Parents and members.
         colour: Hash of the places of each root.
-        fixed: Mask of the roots that stay in place.
+        positions: The positions of units.
         unit_of: The unit of each root, or -1.
         folded: Copies folded into positions of units.
     """
@@ -55,8 +56,8 @@ def find_blocks(nesting: Nesting, colour: Hashes, fixed: Bools, unit_of: Ints, f
             slot_of[atoms] = index
         found = [number_of[np.stack([folded.atoms[slot] for slot in system])] for system in folded.systems]
         carried = [np.zeros((len(system), 0), np.int64) for system in folded.systems]
-    fixed = fixed | marked(len(fixed), nesting.shared)
-    for members in _Search(nesting, colour, fixed, slot_of, folded).systems:
+    fixed = positions.fixed | marked(len(colour), nesting.shared)
+    for members in _Search(nesting, _by_column(colour, positions, unit_of), fixed, slot_of, folded).systems:
         table = np.where(slot_of[members] >= 0, number_of[members], unit_of[members])
         units = (table >= 0).all(0)
         if units.any():
@@ -65,6 +66,15 @@ def find_blocks(nesting: Nesting, colour: Hashes, fixed: Bools, unit_of: Ints, f
             carried.append(number_of.max() + 1 + np.arange(others.size).reshape(others.shape))
             number_of[others] = carried[-1]
     return Blocks(tuple(found), tuple(carried), number_of)
+
+
+def _by_column(colour: Hashes, positions: Positions, unit_of: Ints) -> Hashes:
+    """Distinguish roots that are no units by their columns in grouped convolutions, whose order stays."""
+    for label in positions.grouped.values():
+        root, column = positions.root[label.atom], np.zeros(len(colour), np.int64)
+        column[root] = np.where(unit_of[root] < 0, np.arange(root.shape[1]) + 1, 0)
+        colour = mix(colour ^ column.astype(np.uint64))
+    return colour
 
 
 class _Search:
@@ -114,10 +124,11 @@ class _Search:
         fixed = self.fixed[array].any()
         parts = [self.folded.atoms[slot] for slot in slots] if self.folded is not None else []
         array = array[self.slot_of[array] < 0]
-        if self._repeat(own):  # there may be blocks inside, as maxout units in the groups of a norm
-            own = np.setdiff1d(own, pairs[1])
-            inner = pairs[:, ~np.isin(pairs[0], own)]
-            inside = self._within(inner) if own.size and not slots.size and not self._repeat(own) else [None]
+        kinds, kind, count = np.unique(self.colour[own], return_inverse=True, return_counts=True)
+        if len(kinds) < len(own):  # there may be blocks inside, as maxout units in the groups of a norm
+            outer = np.setdiff1d(own[count[kind] == 1], pairs[1])
+            inner = pairs[:, ~np.isin(pairs[0], outer)]
+            inside = self._within(inner) if outer.size and not slots.size else [None]
             parts = [part for _, part in sorted(filter(None, inside), key=lambda each: each[0])]
             fixed |= len(parts) < len(inside)
             array = np.setdiff1d(array, inner)
@@ -129,7 +140,3 @@ class _Search:
             for rank, part in enumerate(parts):
                 key ^= int(mix(mix(self.role[part]) + np.uint64(rank)).sum())
         return key, np.concatenate([array, *parts])
-
-    def _repeat(self, roots: Ints) -> bool:
-        """Return whether several of some roots have the same places."""
-        return len(rising(self.colour[roots])) < len(roots)
