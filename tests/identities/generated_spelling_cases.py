@@ -51,6 +51,15 @@ HALVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "cat": lambda h, layer: torch.cat(
         [F.linear(h, *own) for own in zip(layer.weight.chunk(2), layer.bias.chunk(2), strict=True)], -1),
 }  # fmt: skip
+MAXIMA: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda h: torch.maximum(*h.unflatten(-1, (4, 2)).unbind(-1)),
+    "amax": lambda h: h.unflatten(-1, (4, 2)).amax(-1),
+    "pool": lambda h: F.max_pool1d(h, 2),
+}
+GROUP_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "group_norm": lambda h: F.group_norm(h.flatten(0, -2), 2).view(h.shape),
+    "layer_norm": lambda h: F.layer_norm(h.unflatten(-1, (2, -1)), (h.shape[-1] // 2,)).flatten(-2),
+}
 
 
 # The product of a table and a matrix.
@@ -125,4 +134,10 @@ GENERATED: dict[str, Function] = {
         each(CENTRED, lambda own: lambda s, x: s.o(standardised(own(s.a(x)))))),
     "norm in groups beside its function": Function({"a": of(L, 9, 4), "g": parameter(4), "b": parameter(4),
         "c": of(L, 4, 3), "d": of(L, 7, 4)}, steps(9), 42, {"group_norm": beside_a_function}, samples=60),
+    "maxout units in the groups of a norm": Function({"a": of(L, 9, 8), "o": of(L, 4, 6)}, steps(9), 32,
+        {f"{one}, {two}": lambda s, x, one=one, two=two: s.o(GROUP_NORMS[two](MAXIMA[one](s.a(x))))
+         for one in MAXIMA for two in GROUP_NORMS}),
+    "heads in the groups of a norm": Function({"i": of(L, 9, 24), "o": of(L, 8, 6)}, steps(9), 38,
+        each(GROUP_NORMS, lambda own: lambda s, x: s.o(own(attended(
+            *(h.unflatten(-1, (4, 2)).transpose(1, 2) for h in s.i(x).chunk(3, -1)))))), samples=60),
 }  # fmt: skip

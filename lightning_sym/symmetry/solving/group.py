@@ -163,7 +163,7 @@ def _found(
         colour = colours(positions, forms)
     _give_back(constraints.atoms)
     orbits = refine(positions, forms, colour, nesting)
-    blocks = find_blocks(nesting, colour, positions.fixed, orbits.unit_of, folded)
+    blocks = find_blocks(nesting, colour, positions, orbits.unit_of, folded)
     end = positions.own + sum(label.size for label in walk.grouped.values())
     scales = tabulate(orbits.columns, forms.magnitudes, end, modulo_two=False)
     forms = forms._replace(magnitudes=scales.forms)  # replaces the large original

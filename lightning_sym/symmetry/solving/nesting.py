@@ -114,7 +114,8 @@ def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
     """Return the parents that stay fixed while blocks are permuted: gains that all heads share.
 
     Such a gain is the parent of one unit in each head. A component of parents and members that contains it has several
-    parents of one kind, whereas a block has one of each kind.
+    parents of one kind, whereas a block has one of each kind; members of blocks inside a block have no different other
+    parents.
 
     Args:
         pairs: Parents and members. Shape (2, pairs).
@@ -127,7 +128,13 @@ def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
         np.stack([component[own].astype(np.uint64), colour[own]]), axis=1, return_inverse=True, return_counts=True
     )
     several = marked(len(colour), component[own[count[kind.ravel()] > 1]])
-    found: Ints = own[several[component[own]] & standing[own]]
+    alike = own[several[component[own]] & standing[own]]
+    gains = np.isin(pairs[0], alike)
+    held = sum_by(pairs[1][~gains], mix(pairs[0][~gains]), len(colour))
+    told = gains & (held[pairs[1]] > 0)
+    heads = np.unique(np.stack([pairs[0][told].astype(np.uint64), held[pairs[1][told]]]), axis=1)
+    gain, count = np.unique(heads[0].astype(np.int64), return_counts=True)
+    found: Ints = gain[count > 1]
     return found
 
 

@@ -199,7 +199,11 @@ class Structure:
     def comes(self, permutation: Ints) -> Ints:
         """Return the source of each unit, including parents of blocks, under a permutation."""
         image: Ints = np.r_[permutation, np.arange(len(permutation), self.units)]
+        alike: dict[tuple[int, int], list[tuple[Ints, Ints]]] = {}  # blocks inside others move from one to another
         for blocks, parents in zip(self.blocks, self.parents, strict=False):
+            alike.setdefault((blocks.shape[1], parents.shape[1]), []).append((blocks, parents))
+        for systems in alike.values():
+            blocks, parents = (np.concatenate(own) for own in zip(*systems, strict=True))
             block_of = np.full(self.units, -1)
             block_of[blocks] = np.arange(len(blocks))[:, None]
             image[parents] = parents[block_of[permutation[blocks[:, 0]]]]
