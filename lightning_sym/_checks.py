@@ -165,6 +165,15 @@ def check_module(network: object) -> None:
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
 
 
+def listed_networks(networks: object) -> list[nn.Module]:
+    """Return networks as a list; raise ``ValueError`` for a single one or none."""
+    if isinstance(networks, nn.Module | str) or not isinstance(networks, Iterable):
+        raise ValueError(f"networks must be a list of networks, got a {type(networks).__name__}.")
+    if not (found := list(networks)):
+        raise ValueError("networks must have at least one network, got none.")
+    return found
+
+
 def check_batches(data: object, name: str = "data") -> None:
     """Raise ``ValueError`` unless data can be iterated, and are no tensor, whose rows are no batches."""
     if not isinstance(data, Iterable) or isinstance(data, Tensor):

@@ -47,6 +47,28 @@ def inputs_for(network: nn.Module, inputs: T) -> T:
     return on_device_of(network, found)
 
 
+def run_on(network: nn.Module, *inputs: Any) -> Any:
+    """Run a network on inputs, moved and converted for it.
+
+    Raises:
+        ValueError: If it does not run on them; except for a lack of memory.
+    """
+    try:
+        return network(*inputs_for(network, inputs))
+    except (RuntimeError, TypeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        got = [
+            f"{str(own.dtype)[6:]} {list(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+            for own in inputs
+        ]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ValueError(
+            f"{type(network).__name__} does not run on inputs {', '.join(got)} ({reason[:200]}); pass batches, in a "
+            "list or loader, of inputs as it takes them."
+        ) from error
+
+
 def wide(device: torch.device) -> torch.dtype:
     """Return the dtype for sums on a device: float64, or float32 if it has no float64 (MPS)."""
     return torch.float32 if device.type == "mps" else torch.float64

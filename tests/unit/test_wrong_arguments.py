@@ -14,7 +14,7 @@ from lightning_sym.ensembles import log_probabilities
 from lightning_sym.landscape import learning_coefficient, removable_units, surfaces, weight_vector
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.similarity import features_of
-from lightning_sym.symmetry import activation_matching, trace_symmetry
+from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 2
 
@@ -91,3 +91,24 @@ def test_outputs_without_an_axis_of_channels_are_one_number_for_each_input():
     lambda network, data: CurvatureOperator(network, data, F.mse_loss)])  # fmt: skip
 def test_targets_of_another_shape_are_not_compared_in_pairs(call):
     assert_refused(call, nn.Linear(3, 1), [(X, torch.randn(8))], says="[8, 1]")
+
+
+@pytest.mark.parametrize("data", [(X, Y), [(X[:, :2], Y)]], ids=["two batches of inputs", "narrow"])
+def test_inputs_that_a_network_does_not_take_are_named(data):
+    a, b = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(3, 2)
+    says = "does not run on inputs"
+    assert_refused(activation_matching, trace_symmetry(a, X), a, a, data, says=says)
+    assert_refused(features_of, a, "0", *data, says=says)
+    if isinstance(data, list):
+        assert_refused(barrier, b, b, data, says=says)
+        assert_refused(barrier, b, b, [(X, Y.numpy())], says="targets must be a tensor, got a ndarray")
+
+
+def test_other_arguments_of_another_kind_are_named():
+    a, b = nn.Linear(3, 2), nn.Linear(4, 2)
+    assert_refused(average, None, says="networks must be a list of networks, got a NoneType")
+    assert_refused(average, [a, a], 0.5, says="weights must be a list of numbers, one for each network, got 0.5")
+    assert_refused(parameter_distance, a, b, says="weight has shape [2, 3] in a, and b has shape [2, 4]")
+    assert_refused(weight_matching, a, a, a, says="expected a symmetry", error=TypeError)
+    embedding = nn.Embedding(5, 3)
+    assert_refused(trace_symmetry, embedding, torch.tensor([7]), says="ids below its vocabulary size")
