@@ -165,6 +165,16 @@ def check_module(network: object) -> None:
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
 
 
+class UnfitInputsError(ValueError):
+    """Inputs on which a network does not run."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error; of :class:`UnfitInputsError`, that of its cause, without advice."""
+    first = error.__cause__ if isinstance(error, UnfitInputsError) and error.__cause__ else error
+    return (str(first).strip().splitlines() or [type(first).__name__])[0].rstrip(".")[:200]
+
+
 def listed_networks(networks: object) -> list[nn.Module]:
     """Return networks as a list; raise ``ValueError`` for a single one or none."""
     if isinstance(networks, nn.Module | str) or not isinstance(networks, Iterable):

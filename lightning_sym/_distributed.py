@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_sym._checks import check_module
+from lightning_sym._checks import UnfitInputsError, check_module, reason_of
 
 Batches: TypeAlias = Iterable[Tensor | Sequence[Tensor]]
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def run_on(network: nn.Module, *inputs: Any) -> Any:
     """Run a network on inputs, moved and converted for it.
 
     Raises:
-        ValueError: If it does not run on them; except for a lack of memory.
+        UnfitInputsError: If it does not run on them; except for a lack of memory.
     """
     try:
         return network(*inputs_for(network, inputs))
@@ -62,9 +62,8 @@ def run_on(network: nn.Module, *inputs: Any) -> Any:
             f"{str(own.dtype)[6:]} {list(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
             for own in inputs
         ]
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise ValueError(
-            f"{type(network).__name__} does not run on inputs {', '.join(got)} ({reason[:200]}); pass batches, in a "
+        raise UnfitInputsError(
+            f"the network does not run on inputs {', '.join(got)} ({reason_of(error)}); pass batches, in a "
             "list or loader, of inputs as it takes them."
         ) from error
 
