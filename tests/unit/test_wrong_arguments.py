@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from lightning_sym._checks import UnfitInputsError
 from lightning_sym.connectivity import average, barrier, curve_geometry
 from lightning_sym.connectivity.curves import Curve
 from lightning_sym.curvature import CurvatureOperator, GaussianPrior, factors, input_jacobians, jacobian_rank
@@ -96,11 +97,11 @@ def test_targets_of_another_shape_are_not_compared_in_pairs(call):
 @pytest.mark.parametrize("data", [(X, Y), [(X[:, :2], Y)]], ids=["two batches of inputs", "narrow"])
 def test_inputs_that_a_network_does_not_take_are_named(data):
     a, b = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(3, 2)
-    says = "does not run on inputs"
-    assert_refused(activation_matching, trace_symmetry(a, X), a, a, data, says=says)
-    assert_refused(features_of, a, "0", *data, says=says)
+    says = {"says": "does not run on inputs", "error": UnfitInputsError}
+    assert_refused(activation_matching, trace_symmetry(a, X), a, a, data, **says)
+    assert_refused(features_of, a, "0", *data, **says)
     if isinstance(data, list):
-        assert_refused(barrier, b, b, data, says=says)
+        assert_refused(barrier, b, b, data, **says)
         assert_refused(barrier, b, b, [(X, Y.numpy())], says="targets must be a tensor, got a ndarray")
 
 
