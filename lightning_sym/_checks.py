@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sym._text import LARGEST_SEED, unknown
 
 Grid = int | Sequence[int]
+T = TypeVar("T")
 
 
 def _named(name: str, of: object) -> str:
@@ -175,12 +176,12 @@ def reason_of(error: BaseException) -> str:
     return (str(first).strip().splitlines() or [type(first).__name__])[0].rstrip(".")[:200]
 
 
-def listed_networks(networks: object) -> list[nn.Module]:
-    """Return networks as a list; raise ``ValueError`` for a single one or none."""
-    if isinstance(networks, nn.Module | str) or not isinstance(networks, Iterable):
-        raise ValueError(f"networks must be a list of networks, got a {type(networks).__name__}.")
-    if not (found := list(networks)):
-        raise ValueError("networks must have at least one network, got none.")
+def listed(name: str, values: Iterable[T]) -> list[T]:
+    """Return several of a kind, such as ``networks``, as a list; raise ``ValueError`` for a single one or none."""
+    if isinstance(values, nn.Module | Mapping | str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of {name}, got a {type(values).__name__}.")
+    if not (found := list(values)):
+        raise ValueError(f"{name} must have at least one {name[:-1]}, got none.")
     return found
 
 

@@ -13,6 +13,7 @@ from lightning_sym.connectivity.curves import Curve
 from lightning_sym.curvature import CurvatureOperator, GaussianPrior, factors, input_jacobians, jacobian_rank
 from lightning_sym.ensembles import log_probabilities
 from lightning_sym.landscape import learning_coefficient, removable_units, surfaces, weight_vector
+from lightning_sym.merging import Adapter, merge_adapters, merge_tensors
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.similarity import features_of
 from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
@@ -109,6 +110,11 @@ def test_other_arguments_of_another_kind_are_named():
     a, b = nn.Linear(3, 2), nn.Linear(4, 2)
     assert_refused(average, None, says="networks must be a list of networks, got a NoneType")
     assert_refused(average, [a, a], 0.5, says="weights must be a list of numbers, one for each network, got 0.5")
+    assert_refused(merge_tensors, "linear", a.state_dict(), says="tensors must be a list of tensors, got a OrderedDict")
+    adapter = Adapter({}, {})
+    assert_refused(merge_adapters, adapter, says="adapters must be a list of adapters, got a Adapter")
+    assert_refused(merge_adapters, ["folder"], says="expected an adapter, as of Adapter.read(folder)", error=TypeError)
+    assert_refused(adapter.matched, adapter, gauge="free")
     assert_refused(parameter_distance, a, b, says="weight has shape [2, 3] in a, and b has shape [2, 4]")
     assert_refused(weight_matching, a, a, a, says="expected a symmetry", error=TypeError)
     embedding = nn.Embedding(5, 3)
