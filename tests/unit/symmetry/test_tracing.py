@@ -152,6 +152,7 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
         *[refused(trace_symmetry, mlp(), nothing, says="must be a tensor", error=TypeError) for nothing in ("text",
             None, (), [1.0, 2.0], {"x": 1})],
         refused(trace_symmetry, mlp(), torch.empty(0, 5), says="empty"),
+        refused(trace_symmetry, mlp(), torch.empty(2, 5, device="meta"), says="has no values (on meta)"),
         refused(trace_symmetry, mlp(), torch.randn(2, 6), says="does not run on the example input",
             error=UnfitInputsError),
         refused(trace_symmetry, odd(torch.ones(8) + 0j), X, says="odd has dtype torch.complex64", error=TypeError),
