@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sym._text import LARGEST_SEED, unknown
 
 Grid = int | Sequence[int]
+T = TypeVar("T")
 
 
 def _named(name: str, of: object) -> str:
@@ -163,6 +164,25 @@ def check_module(network: object) -> None:
     """Raise ``TypeError`` unless a network is a module, and not a class, a state dict or a file."""
     if not isinstance(network, nn.Module):
         raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
+
+
+class UnfitInputsError(ValueError):
+    """Inputs on which a network does not run."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error; of :class:`UnfitInputsError`, that of its cause, without advice."""
+    first = error.__cause__ if isinstance(error, UnfitInputsError) and error.__cause__ else error
+    return (str(first).strip().splitlines() or [type(first).__name__])[0].rstrip(".")[:200]
+
+
+def listed(name: str, values: Iterable[T]) -> list[T]:
+    """Return several of a kind, such as ``networks``, as a list; raise ``ValueError`` for a single one or none."""
+    if isinstance(values, nn.Module | Mapping | str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list of {name}, got a {type(values).__name__}.")
+    if not (found := list(values)):
+        raise ValueError(f"{name} must have at least one {name[:-1]}, got none.")
+    return found
 
 
 def check_batches(data: object, name: str = "data") -> None:

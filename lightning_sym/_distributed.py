@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_sym._checks import check_module
+from lightning_sym._checks import UnfitInputsError, check_module, reason_of
 
 Batches: TypeAlias = Iterable[Tensor | Sequence[Tensor]]
 T = TypeVar("T")
@@ -45,6 +45,27 @@ def inputs_for(network: nn.Module, inputs: T) -> T:
         return on_device_of(network, inputs)
     found: T = tree_map_only(Tensor, lambda own: own.to(kind) if own.is_floating_point() else own, inputs)
     return on_device_of(network, found)
+
+
+def run_on(network: nn.Module, *inputs: Any) -> Any:
+    """Run a network on inputs, moved and converted for it.
+
+    Raises:
+        UnfitInputsError: If it does not run on them; except for a lack of memory.
+    """
+    try:
+        return network(*inputs_for(network, inputs))
+    except (RuntimeError, TypeError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        got = [
+            f"{str(own.dtype)[6:]} {list(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+            for own in inputs
+        ]
+        raise UnfitInputsError(
+            f"the network does not run on inputs {', '.join(got)} ({reason_of(error)}); pass batches, in a "
+            "list or loader, of inputs as it takes them."
+        ) from error
 
 
 def wide(device: torch.device) -> torch.dtype:

@@ -27,6 +27,7 @@ def nearest(given: str, names: Iterable[str], before: str = "", after: str = "")
     names = sorted(set(names))
     found = get_close_matches(given, names, n=2, cutoff=0.6)
     found = found or [name for name in names if initials(given) == name or initials(name) == given]
+    found = found or [name for name in names if len(given) > 3 and name.lower().startswith(given.lower())][:2]
     # Two names if both are equally close.
     likeness = [SequenceMatcher(None, name, given).ratio() for name in found]
     found = [name for name, ratio in zip(found, likeness, strict=True) if ratio > likeness[0] - 0.1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_batches, check_integers, check_numbers, check_pair
-from lightning_sym._distributed import Batches, gathered, inputs_for
+from lightning_sym._distributed import Batches, gathered, run_on
 from lightning_sym.connectivity.interpolation import LabelledBatches
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.networks.batch_norm import batch_norms
@@ -170,7 +170,7 @@ def log_probabilities(
 def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     check_pair(batch)
     inputs, labels = batch[:2]
-    outputs = network(inputs_for(network, inputs))
+    outputs = run_on(network, inputs)
     logits = isinstance(outputs, Tensor) and outputs.ndim == 2
     if not logits or labels.shape != outputs.shape[:1] or labels.is_floating_point():
         got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__

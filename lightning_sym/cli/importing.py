@@ -264,6 +264,7 @@ def _as_options(name: str, node: Any) -> str:
 
 def _metrics(network: Any, state: Mapping[str, Any], data: Any) -> dict[str, dict[str, float]]:
     """Return loss and accuracy, or for a regression the mean squared distance, on validation and test data."""
+    from lightning_sym._checks import reason_of
     from lightning_sym.connectivity import curve_losses
     from lightning_sym.networks import architecture_name
     from lightning_sym.tasks import SquaredDistance
@@ -278,10 +279,9 @@ def _metrics(network: Any, state: Mapping[str, Any], data: Any) -> dict[str, dic
         try:
             found = curve_losses(member, lambda _: None, [0.0], loader, loss=loss, recalibrate=False)
         except (RuntimeError, ValueError, IndexError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise ValueError(
-                f"{architecture_name(network)} cannot be evaluated on {type(data).__name__} ({reason}); give the data "
-                "that it was trained on, and the arguments that it was built with."
+                f"{architecture_name(network)} cannot be evaluated on {type(data).__name__} ({reason_of(error)}); give "
+                "the data that it was trained on, and the arguments that it was built with."
             ) from error
         results[split] = {"loss": float(found.loss)}
         if found.accuracy is not None:

@@ -429,18 +429,19 @@ def errors_named(network: str, data: Any, *, given: bool = True) -> Iterator[Non
     Raises:
         ValueError: Instead of an error of torch.
     """
+    from lightning_sym._checks import UnfitInputsError, reason_of
+
     try:
         with warnings.catch_warnings():  # the notes contain what matters
             warnings.filterwarnings("ignore", message="parameters that evaluation never uses")
             yield
-    except (RuntimeError, IndexError, TypeError) as error:
+    except (RuntimeError, IndexError, TypeError, UnfitInputsError) as error:
         from lightning_sym.symmetry.moves.moved import ChangedFunctionError
 
         if isinstance(error, ChangedFunctionError):
             raise ValueError(f"{error}; nothing was written") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         of = "its own example" if data is None else type(data).__name__
         rest = "the arguments that it was built with" if given else "check its configuration"
         raise ValueError(
-            f"{network} cannot be run on {of} ({reason[:200]}); give the data that it was trained on, and {rest}."
+            f"{network} cannot be run on {of} ({reason_of(error)}); give the data that it was trained on, and {rest}."
         ) from error

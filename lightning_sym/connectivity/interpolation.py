@@ -14,8 +14,15 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from lightning_sym._checks import check_batches, check_counts_alike, check_integers, check_module, is_finite
-from lightning_sym._distributed import Batches, device_of, inputs_for, moved, rank, summed, together, wide
+from lightning_sym._checks import (
+    check_batches,
+    check_counts_alike,
+    check_integers,
+    check_module,
+    is_finite,
+    listed,
+)
+from lightning_sym._distributed import Batches, device_of, moved, rank, run_on, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
 from lightning_sym.networks.modes import batch_loss, evaluating, for_loss
 from lightning_sym.symmetry.tracing.graph.capture import copied
@@ -77,9 +84,7 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     Raises:
         ValueError: If there are no networks, they differ, or the weights do not match.
     """
-    networks = list(networks)
-    if not networks:
-        raise ValueError("networks must have at least one network, got none.")
+    networks = listed("networks", networks)
     means = mean_tensors(networks, weights)
     result = copied(networks[0])
     with torch.no_grad():
@@ -101,7 +106,10 @@ def mean_tensors(networks: Sequence[nn.Module], weights: Sequence[float] | None 
     Raises:
         ValueError: As for :func:`average`; raised at the call.
     """
-    given = [1.0] * len(networks) if weights is None else list(map(float, weights))
+    try:
+        given = [1.0] * len(networks) if weights is None else list(map(float, weights))
+    except (TypeError, ValueError):
+        raise ValueError(f"weights must be a list of numbers, one for each network, got {weights!r}.") from None
     if len(given) != len(networks):
         raise ValueError(f"weights must have one number for each of {len(networks)} networks, got {len(given)}.")
     total = math.fsum(given)
@@ -419,7 +427,7 @@ def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) ->
 
     def run() -> None:
         for inputs, _ in data:
-            old, new = (network(inputs_for(network, inputs)).to(sums) for network in (before, after))
+            old, new = (run_on(network, inputs).to(sums) for network in (before, after))
             sums[0] += (new - old).square().sum()
             sums[1] += old.square().sum()
 
@@ -560,11 +568,13 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
         for batch in data:
             if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
                 raise ValueError(f"data must yield pairs (inputs, targets), got a {type(batch).__name__}.")
-            images, labels = inputs_for(network, batch[0]), moved(batch[1], device)
+            if not isinstance(batch[1], Tensor):
+                raise ValueError(f"targets must be a tensor, got a {type(batch[1]).__name__}; convert it.")
+            images, labels = batch[0], moved(batch[1], device)
             size = len(images)
             if size == 0:
                 continue
-            outputs, labels = for_loss((network(images), labels))
+            outputs, labels = for_loss((run_on(network, images), labels))
             value = batch_loss(loss, outputs, labels)
             if check and not unequal:
                 unequal = _unequal(loss, outputs, labels)

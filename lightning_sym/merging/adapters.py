@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_sym._checks import check_words, listed
 from lightning_sym._files import read_json, write_atomically
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
@@ -206,6 +207,7 @@ class Adapter:
         Raises:
             ValueError: If the adapters do not match, or a product has a smaller rank than its factors.
         """
+        check_words(("gauge", gauge, get_args(Gauge)))
         check_same_network([reference, self], ranks=True)
         theirs = reference.products
         return self.with_products({m: own.matched(theirs[m], gauge) for m, own in self.products.items()})
@@ -262,6 +264,9 @@ def check_same_network(adapters: Sequence[Adapter], *, ranks: bool = False) -> N
     Raises:
         ValueError: If not; the message names the first difference.
     """
+    for one in adapters:
+        if not isinstance(one, Adapter):
+            raise TypeError(f"expected an adapter, as of Adapter.read(folder), got {type(one).__name__}")
     first = adapters[0]
     sizes = {module: (own.up.shape[0], own.down.shape[1]) for module, own in first.products.items()}
     for other in adapters[1:]:
@@ -336,9 +341,7 @@ def merge_adapters(
     Raises:
         ValueError: If the adapters do not match, or an argument is out of its range.
     """
-    adapters = list(adapters)
-    if not adapters:
-        raise ValueError("adapters must have at least one adapter, got none.")
+    adapters = listed("adapters", adapters)
     if isinstance(method, MergeSettings):
         if weights is not None or settings:
             raise ValueError("the method holds its settings; leave out weights and others.")

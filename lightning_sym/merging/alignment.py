@@ -2,14 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import nn
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, listed
 from lightning_sym._distributed import Batches, device_of
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
@@ -159,7 +159,7 @@ def align(
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
         reference, the rules for networks that stay, and the gauge are additions.
     """
-    networks = _listed(networks)
+    networks = listed("networks", networks)
     _check_arguments(networks, how, batches, reference)
     check_integers(max_rounds=max_rounds)
     for number, network in enumerate(networks):
@@ -232,8 +232,6 @@ def aligned_without_search(
 
 
 def _check_arguments(networks: Sequence[nn.Module], how: str, batches: Batches | None, reference: int) -> None:
-    if not networks:
-        raise ValueError("networks must have at least one network, got none.")
     if not 0 <= reference < len(networks):
         raise ValueError(f"reference must be the index of one of {len(networks)} networks, got {reference}.")
     if how not in HOW:
@@ -283,20 +281,13 @@ def merge(
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
         OSError: If there is no space for copies.
     """
-    networks = _listed(networks)
+    networks = listed("networks", networks)
     found = _align(symmetry, networks, how=align, **options)
     with torch.no_grad():
         spreads = found.spreads or (_spread(networks),) * 2
         copies, reference = options.get("copies") or NetworkFiles(), networks[options.get("reference", 0)]
         mean = copies.copy(reference, mean_tensors(found.networks))
     return Merged(mean, found.elements, found.found, len(spreads) - 1, spreads, found.reasons)
-
-
-def _listed(networks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return a list of networks, or raise ``ValueError`` for a single one."""
-    if isinstance(networks, nn.Module) or not isinstance(networks, Iterable):
-        raise ValueError(f"networks must be a list of networks, got a {type(networks).__name__}.")
-    return list(networks)
 
 
 _align = align  # an argument of `merge` has the same name

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sym._checks import check_known, check_module
-from lightning_sym._distributed import gathered, inputs_for, ranks, wide_device
+from lightning_sym._distributed import gathered, ranks, run_on, wide_device
 from lightning_sym.symmetry import Tap
 
 Axes: TypeAlias = int | Sequence[int]
@@ -294,7 +294,7 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
 
     Args:
         network: The network; its mode is restored.
-        taps: Hook points of its symmetry, or names of modules; a suffix ``-2``, ``-3``, ... selects a later call.
+        taps: Hook points of its symmetry, or names of modules (or one name); a suffix ``-2``, ... selects a later call.
         inputs: Arguments of the network, moved to its device.
 
     Returns:
@@ -307,7 +307,7 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
     check_module(network)
     modules = dict(network.named_modules())
     wanted: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for tap in taps:
+    for tap in [taps] if isinstance(taps, str) else taps:
         name, module, call = (tap, tap, 0) if isinstance(tap, str) else (tap.name, tap.module, tap.call)
         base, _, number = name.rpartition("-")
         if module not in modules and number.isdigit():
@@ -349,7 +349,7 @@ def _tapped(
     training = {name: module.training for name, module in modules.items()}
     try:
         with torch.no_grad():
-            network.eval()(*inputs_for(network, inputs))
+            run_on(network.eval(), *inputs)
     finally:
         for handle in handles:
             handle.remove()

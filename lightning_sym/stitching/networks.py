@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sym._checks import check_words
-from lightning_sym._distributed import inputs_for
+from lightning_sym._distributed import inputs_for, run_on
 from lightning_sym._random import seeded
 from lightning_sym.networks import Network, architecture_name
 from lightning_sym.networks.batch_norm import batch_norms
@@ -98,6 +98,8 @@ class CutNetwork:
         if not isinstance(network, Network):
             name = type(network).__name__
             raise TypeError(f"network must be a Network with known sites, got {name}; pass Network.wrap(network).")
+        if not isinstance(example, Tensor):
+            raise TypeError(f"example must be a tensor, a batch of inputs, got {type(example).__name__}.")
         network.eval().requires_grad_(False)
         self.network = network
         self._cuts = network.cuts(sites, before=before)
@@ -107,7 +109,7 @@ class CutNetwork:
         self._symmetry: Symmetry | None = None
         self._crossings: dict[str, tuple[Crossing, ...]] = {}
         with torch.no_grad():
-            expected = network(self._example)
+            expected = run_on(network, self._example)
             if not isinstance(expected, Tensor):
                 raise ValueError(
                     f"{architecture_name(network)} returns a {type(expected).__name__}; expected one tensor, so wrap "
@@ -153,9 +155,15 @@ class CutNetwork:
         """Return the values that cross a cut, the site's activation first, with the symmetry's action on each."""
         if self._like is not None:
             return self._like.crossings(site)
+        self.check_site(site)
         if site not in self._crossings:  # computing the groups of large values takes long
             self._crossings[site] = self._crossing(site)
         return self._crossings[site]
+
+    def check_site(self, site: str) -> None:
+        """Raise ``ValueError`` unless the network is cut at a site."""
+        if site not in self.sites:
+            raise ValueError(f"The network is not cut at {site!r}, only at {', '.join(self.sites)}.")
 
     def _crossing(self, site: str) -> tuple[Crossing, ...]:
         inputs = {node.name for node in self._cuts.whole.graph.nodes if node.op == "placeholder"}  # type: ignore[union-attr]
@@ -418,8 +426,9 @@ def stitch_ports(
     """
     check_words(("ports", ports, ("all", "branch")))
     for cut, name in ((source, site), (target, target_site)):
-        if name not in cut.sites:
-            raise ValueError(f"The network is not cut at {name!r}, only at {', '.join(cut.sites)}.")
+        if not isinstance(cut, CutNetwork):
+            raise TypeError(f"expected two of CutNetwork(network, example=...) to stitch, got {type(cut).__name__}")
+        cut.check_site(name)
     wanted, given = target.crossings(target_site), source.shapes(site)
     where = f"{site!r} of the bottom network and {target_site!r} of the top one cannot be stitched"
     if len(given) < len(wanted):

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from lightning_sym._checks import is_finite, must_be_finite
 from lightning_sym.symmetry.tracing.graph.calls import Call, arguments_of, check_arguments
 from lightning_sym.symmetry.tracing.graph.capture import state_tensors
+from lightning_sym.symmetry.tracing.graph.weightless import is_weightless
 
 # Modules that hide the operations of others, by class.
 _MADE_FROM_OTHERS = {
@@ -63,6 +64,8 @@ def _check_example(network: nn.Module, example: Call) -> None:
         )
     if any(t.numel() == 0 for t in tensors):
         raise ValueError("the example input is empty; expected at least one sample")
+    if any(t.is_meta for t in tensors) and not is_weightless(network):
+        raise ValueError("the example input has no values (on meta), but the network has; expected one with values")
     check_arguments(network, example, _OPTIONS)
 
 

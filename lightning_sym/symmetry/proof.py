@@ -170,8 +170,8 @@ def _all_outputs(
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"a copy of the network in float64 does not run ({type(error).__name__}: {reason[:200]}), so that nothing "
-            "can be tested; expected a network that computes in the precision of its weights and inputs, on its own "
-            "example; check=False leaves the test out"
+            "can be tested; expected an example whose values the network takes (ids below its vocabulary size), and a "
+            "network that computes in the precision of its weights and inputs; check=False leaves the test out"
         ) from error
 
 

@@ -335,8 +335,8 @@ ValueError: The network is not cut at 'activation7', only at activation1.
 $ StitchedNetwork(cut(4), cut(5), "activation1")
 ValueError: GroupMap needs equal widths, got 4 channels in and 5 out; use FullMap, LowRankMap or LassoMap.
 $ trace_symmetry(perceptron(4), larger)
-ValueError: the network does not run on the example input, because of ...; expected an input as the network takes it,
-several as a tuple or by name
+UnfitInputsError: the network does not run on the example input, because of ...; expected an input as the network takes
+it, several as a tuple or by name
 $ weight_matching(trace_symmetry(perceptron(4), images), perceptron(4), perceptron(5))
 ValueError: b is not of the traced architecture: the network has shape [5, 64] there: linear1.weight; expected shape
 [4, 64], as in the traced network.

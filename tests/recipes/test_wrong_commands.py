@@ -96,6 +96,8 @@ $ fit SMALL --model.network=own_nets.Nett
 model.network: There is no class own_nets.Nett. Did you mean 'Net'?
 $ fit SMALL --data=DigitsDatamodule
 data: Unknown class 'DigitsDatamodule'; ... Did you mean 'DigitsDataModule'?
+$ fit SMALL --data=Digits
+data: Unknown class 'Digits'; ... Did you mean 'DigitsDataModule'?
 $ fit SMALL --trainer.callbacks+=EarlyStoping
 trainer.callbacks: Unknown class 'EarlyStoping'; ... Did you mean 'EarlyStopping'?
 $ fit --config=named.yaml

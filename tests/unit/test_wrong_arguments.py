@@ -7,14 +7,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from lightning_sym._checks import UnfitInputsError
 from lightning_sym.connectivity import average, barrier, curve_geometry
 from lightning_sym.connectivity.curves import Curve
 from lightning_sym.curvature import CurvatureOperator, GaussianPrior, factors, input_jacobians, jacobian_rank
 from lightning_sym.ensembles import log_probabilities
 from lightning_sym.landscape import learning_coefficient, removable_units, surfaces, weight_vector
+from lightning_sym.merging import Adapter, merge_adapters, merge_tensors
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.similarity import features_of
-from lightning_sym.symmetry import activation_matching, trace_symmetry
+from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 2
 
@@ -91,3 +93,29 @@ def test_outputs_without_an_axis_of_channels_are_one_number_for_each_input():
     lambda network, data: CurvatureOperator(network, data, F.mse_loss)])  # fmt: skip
 def test_targets_of_another_shape_are_not_compared_in_pairs(call):
     assert_refused(call, nn.Linear(3, 1), [(X, torch.randn(8))], says="[8, 1]")
+
+
+@pytest.mark.parametrize("data", [(X, Y), [(X[:, :2], Y)]], ids=["two batches of inputs", "narrow"])
+def test_inputs_that_a_network_does_not_take_are_named(data):
+    a, b = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(3, 2)
+    says = {"says": "does not run on inputs", "error": UnfitInputsError}
+    assert_refused(activation_matching, trace_symmetry(a, X), a, a, data, **says)
+    assert_refused(features_of, a, "0", *data, **says)
+    if isinstance(data, list):
+        assert_refused(barrier, b, b, data, **says)
+        assert_refused(barrier, b, b, [(X, Y.numpy())], says="targets must be a tensor, got a ndarray")
+
+
+def test_other_arguments_of_another_kind_are_named():
+    a, b = nn.Linear(3, 2), nn.Linear(4, 2)
+    assert_refused(average, None, says="networks must be a list of networks, got a NoneType")
+    assert_refused(average, [a, a], 0.5, says="weights must be a list of numbers, one for each network, got 0.5")
+    assert_refused(merge_tensors, "linear", a.state_dict(), says="tensors must be a list of tensors, got a OrderedDict")
+    adapter = Adapter({}, {})
+    assert_refused(merge_adapters, adapter, says="adapters must be a list of adapters, got a Adapter")
+    assert_refused(merge_adapters, ["folder"], says="expected an adapter, as of Adapter.read(folder)", error=TypeError)
+    assert_refused(adapter.matched, adapter, gauge="free")
+    assert_refused(parameter_distance, a, b, says="weight has shape [2, 3] in a, and b has shape [2, 4]")
+    assert_refused(weight_matching, a, a, a, says="expected a symmetry", error=TypeError)
+    embedding = nn.Embedding(5, 3)
+    assert_refused(trace_symmetry, embedding, torch.tensor([7]), says="ids below its vocabulary size")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_batches
-from lightning_sym._distributed import Batches, device_of, inputs_for, ranks, summed, together, wide
+from lightning_sym._distributed import Batches, device_of, ranks, run_on, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
@@ -140,7 +140,7 @@ class ActivationMoments:
 
         taps = {name: tap for name, (tap, _, _) in self._watched.items()}
         with torch.no_grad(), evaluating(network):
-            return watched(network, taps, lambda: network(inputs_for(network, images)), keep)
+            return watched(network, taps, lambda: run_on(network, images), keep)
 
     def reduce(self) -> None:
         """Sum the moments over all ranks (`torch.distributed`); to be called once, on every rank."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_sym._checks import check_integers
+from lightning_sym._checks import check_integers, check_module
 from lightning_sym._distributed import device_of, wide
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
@@ -89,10 +89,21 @@ def parameter_distance(a: nn.Module, b: nn.Module) -> float:
     Args:
         a: The first network.
         b: The second network, with parameters of the same names and shapes; it may be on another device.
+
+    Raises:
+        TypeError: If one is no module.
+        ValueError: If a parameter of the first is missing in the second, or has another shape there.
     """
+    check_module(a)
+    check_module(b)
+    theirs = dict(b.named_parameters())
     with torch.no_grad():
         ours = {name: tensor for name, tensor in state_tensors(a).items() if isinstance(tensor, nn.Parameter)}
-        return math.sqrt(squared_distance(ours, dict(b.named_parameters())))
+        for name, tensor in ours.items():
+            if name not in theirs or theirs[name].shape != tensor.shape:
+                found = f"shape {list(theirs[name].shape)}" if name in theirs else "no such parameter"
+                raise ValueError(f"{name} has shape {list(tensor.shape)} in a, and b has {found}; pass equal shapes.")
+        return math.sqrt(squared_distance(ours, theirs))
 
 
 def weight_matching(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from lightning_sym._checks import UnfitInputsError
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.described import joined
 from lightning_sym.symmetry.trace import trace_symmetry
@@ -151,7 +152,9 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
         *[refused(trace_symmetry, mlp(), nothing, says="must be a tensor", error=TypeError) for nothing in ("text",
             None, (), [1.0, 2.0], {"x": 1})],
         refused(trace_symmetry, mlp(), torch.empty(0, 5), says="empty"),
-        refused(trace_symmetry, mlp(), torch.randn(2, 6), says="does not run on the example input"),
+        refused(trace_symmetry, mlp(), torch.empty(2, 5, device="meta"), says="has no values (on meta)"),
+        refused(trace_symmetry, mlp(), torch.randn(2, 6), says="does not run on the example input",
+            error=UnfitInputsError),
         refused(trace_symmetry, odd(torch.ones(8) + 0j), X, says="odd has dtype torch.complex64", error=TypeError),
         refused(trace_symmetry, odd(torch.arange(8)), X, says="odd has dtype torch.int64", error=TypeError),
         *[refused(trace_symmetry, holding(name, value), X,

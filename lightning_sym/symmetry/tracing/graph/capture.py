@@ -26,7 +26,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym._checks import check_module
+from lightning_sym._checks import UnfitInputsError, check_module
 from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import attributes_kept
 from lightning_sym.symmetry.charts import Chart, Piece
@@ -662,7 +662,7 @@ def _refusal(error: Exception, hint: str, experts: str = "") -> ValueError:
             f"the network cannot be traced, {because}; expected operations that declare their output shapes: "
             "see torch.library.register_fake"
         )
-    return ValueError(
+    return UnfitInputsError(
         f"the network does not run on the example input, {because}; expected an input as the network takes it, several "
         f"as a tuple or by name{experts}{'.' * bool(hint)}{hint}"
     )
