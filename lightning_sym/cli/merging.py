@@ -435,9 +435,12 @@ def errors_named(network: str, data: Any, *, given: bool = True) -> Iterator[Non
         with warnings.catch_warnings():  # the notes contain what matters
             warnings.filterwarnings("ignore", message="parameters that evaluation never uses")
             yield
-    except (RuntimeError, IndexError, TypeError, UnfitInputsError) as error:
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
         from lightning_sym.symmetry.moves.moved import ChangedFunctionError
 
+        unfit = isinstance(error, UnfitInputsError) or str(error).startswith("loss cannot be computed")
+        if isinstance(error, ValueError) and not unfit:
+            raise
         if isinstance(error, ChangedFunctionError):
             raise ValueError(f"{error}; nothing was written") from error
         of = "its own example" if data is None else type(data).__name__
