@@ -180,7 +180,11 @@ ATTENTION: dict[str, Spelled] = {
     "packed weights": attention_of_packed_weights,
     "batches": attention_by_batches,
     "fused": fused(is_causal=True),
-    "math": lambda s, x: s.o(joined(torch.ops.aten._scaled_dot_product_attention_math(*qkv(s, x), CAUSAL)[0])),
+    "math": lambda s, x: s.o(
+        joined(
+            torch.ops.aten._scaled_dot_product_attention_math(*qkv(s, x), hidden(torch.zeros(3, 3, dtype=x.dtype)))[0]
+        )
+    ),
     "flash": lambda s, x: s.o(
         joined(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv(s, x), 0.0, True)[0])
     ),

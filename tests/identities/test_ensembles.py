@@ -147,7 +147,7 @@ PAIRS = [(torch.rand(2, 3), torch.tensor([0, 1]))]
         ),
         refused(log_probabilities, [], [], says="at least one network"),
         refused(log_probabilities, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), PAIRS, says="got one Sequential"),
-        refused(log_probabilities, [nn.Linear(3, 2)], [PAIRS[0][0]], says="pairs of inputs and labels, got Tensor"),
+        refused(log_probabilities, [nn.Linear(3, 2)], [PAIRS[0][0]], says="inputs and labels, got Tensor"),
         refused(log_probabilities, [nn.Linear(3, 2), nn.Linear(3, 4)], PAIRS, says="the same classes, got 2 and 4"),
         refused(log_probabilities, [nn.Linear(3, 2)], [(PAIRS[0][0] * math.nan, PAIRS[0][1])], says="not finite"),
         refused(log_probabilities, [nn.Flatten(0)], [(torch.rand(2, 3), torch.tensor([0, 1]))], says="logits [B, C]"),

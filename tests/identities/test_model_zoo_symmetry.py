@@ -207,7 +207,7 @@ def test_rows_of_a_table_of_distances_that_longer_inputs_read_are_not_counted() 
     torch.manual_seed(0)
     network = TRANSFORMERS["deberta"].make().double()
     table = network.deberta.encoder.rel_embeddings.weight
-    assert trace_symmetry(network, input_ids=torch.randint(30, (2, 6)), check=False).dimension == 821
+    assert trace_symmetry(network, input_ids=torch.randint(30, (2, 6)), check=False).dimension == 837
 
     def read(tokens: int) -> int:
         logits = network(input_ids=torch.randint(30, (2, tokens))).logits

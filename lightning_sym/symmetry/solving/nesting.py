@@ -115,7 +115,7 @@ def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
 
     Such a gain is the parent of one unit in each head. A component of parents and members that contains it has several
     parents of one kind, whereas a block has one of each kind; members of blocks inside a block have no different other
-    parents.
+    parents, and one parent of each kind.
 
     Args:
         pairs: Parents and members. Shape (2, pairs).
@@ -134,8 +134,8 @@ def _shared(pairs: Ints, colour: Hashes, standing: Bools) -> Ints:
     told = gains & (held[pairs[1]] > 0)
     heads = np.unique(np.stack([pairs[0][told].astype(np.uint64), held[pairs[1][told]]]), axis=1)
     gain, count = np.unique(heads[0].astype(np.int64), return_counts=True)
-    found: Ints = gain[count > 1]
-    return found
+    together = gains & (np.bincount(pairs[1][gains], minlength=len(colour))[pairs[1]] > 1)  # no blocks of their own
+    return rising(np.r_[gain[count > 1], pairs[0][together]])
 
 
 def roles(nesting: Nesting, colour: Hashes) -> tuple[Hashes, Ints]:

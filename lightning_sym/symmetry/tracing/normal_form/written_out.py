@@ -165,7 +165,9 @@ FIRST_RESULTS: Mapping[str, Written] = {
     "_native_batch_norm_legit_no_training": lambda x, w, b, mean, variance, momentum, eps: torch.batch_norm(
         x, w, b, mean, variance, False, momentum, eps, False
     ),
-    "_scaled_dot_product_attention_math": _attention,
+    "_scaled_dot_product_attention_math": lambda q, k, v, mask=None, *flags, **more: _attention(
+        q, k, v, None if mask is None else mask.to(q.dtype), *flags, **more
+    ),
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *flags, attn_mask=None, **more: _attention(
         q, k, v, attn_mask, *flags, **more
     ),
