@@ -96,7 +96,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def beside_a_function(s: Any, x: Tensor) -> Tensor:
-    h = F.group_norm(s.a(x).flatten(0, 1), 2, s.g, s.b).view(len(x), -1, 4)
+    h = F.group_norm(s.a(x).flatten(0, 1), 2, s.g, s.b).view(len(x), -1, 6)
     return torch.tanh(s.d(torch.cat([h, torch.tanh(s.c(h))], -1)))
 
 
@@ -132,8 +132,8 @@ GENERATED: dict[str, Function] = {
         "o": of(L, 4, 5)}, steps(9), 4, each(TERMS, lambda own: lambda s, x: parts_in_a_sum(own, s, x))),
     "constants before a norm": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 6,
         each(CENTRED, lambda own: lambda s, x: s.o(standardised(own(s.a(x)))))),
-    "norm in groups beside its function": Function({"a": of(L, 9, 4), "g": parameter(4), "b": parameter(4),
-        "c": of(L, 4, 3), "d": of(L, 7, 4)}, steps(9), 42, {"group_norm": beside_a_function}, samples=60),
+    "norm in groups beside its function": Function({"a": of(L, 9, 6), "g": parameter(6), "b": parameter(6),
+        "c": of(L, 6, 3), "d": of(L, 9, 4)}, steps(9), 48, {"group_norm": beside_a_function}, samples=60),
     "maxout units in the groups of a norm": Function({"a": of(L, 9, 8), "o": of(L, 4, 6)}, steps(9), 32,
         {f"{one}, {two}": lambda s, x, one=one, two=two: s.o(GROUP_NORMS[two](MAXIMA[one](s.a(x))))
          for one in MAXIMA for two in GROUP_NORMS}),
