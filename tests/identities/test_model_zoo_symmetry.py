@@ -57,6 +57,8 @@ CHOSEN = "units are chosen by their values"  # groups of experts
 EQUAL = f"{CHOSEN}, of which several may be equal"  # and experts behind the mask of their groups
 FACTORS = "sums units times fixed numbers, behind which they keep no scale in common"  # relative positions by numbers
 ALONG = "acts along an axis on which units live"  # positions that are resized
+ROWS = "reads units at other positions in other rows"  # scores of relative positions, gathered
+EXCHANGED = "layers that read one value are exchanged; exchange=False finds more of their translations"
 ONE_AXIS = "two labelled axes became one"
 RELATIVE = "the two sides of a product carry different labels"  # one table of relative positions for all heads
 NORMED = (
@@ -66,10 +68,10 @@ NORMED = (
 # What they mean, for the guide.
 MEANING = {TIED: "tied embeddings: the stream is permuted, not rotated, as no reader absorbs its last gain",
     HEADS: "slopes of linear biases, masks of windows",
-    PLACES: "rotary conventions that pair a unit with itself, relative positions",
+    PLACES: "rotary pairs of one unit, relative positions", ROWS: "a table read at distances",
     TOGETHER: "signs of rotary pairs with gains that all heads share", CHOSEN: "experts are chosen by groups first",
     EQUAL: "masked values may be equal", ONE_AXIS: "two kinds of units in one tensor, or attention over channels",
-    RELATIVE: "one table of relative positions for all heads, learned keys",
+    RELATIVE: "one relative table for all heads, learned keys", EXCHANGED: "layers that are exchanged",
     FACTORS: "tables of relative positions are made of fixed numbers", ALONG: "learned positions are resized",
     NORMED: "layer norms on queries and keys"}  # fmt: skip
 STAYS_FIXED: dict[str, set[str]] = {
@@ -82,7 +84,9 @@ STAYS_FIXED: dict[str, set[str]] = {
         ("transformers", ("bloom",), {TIED, HEADS}),
         ("transformers", ("falcon",), {TIED}),
         ("transformers", ("falcon-alibi", "mpt", "swin"), {TIED, HEADS}),
-        ("transformers", ("gptj", "codegen", "deberta", "deberta_v2"), {PLACES}),
+        ("transformers", ("gptj", "codegen"), {PLACES}),
+        ("transformers", ("deberta", "deberta_v2"), {ROWS}),
+        ("timm", ("mobileone",), {EXCHANGED}),
         ("transformers", ("cohere",), {TIED, PLACES}),
         ("transformers", ("gemma", "gemma2", "gemma2-untied"), {TIED}),
         ("transformers", ("gemma3",), {TIED, TOGETHER}),
