@@ -570,7 +570,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
                 raise ValueError(f"data must yield pairs (inputs, targets), got a {type(batch).__name__}.")
             if not isinstance(batch[1], Tensor):
                 raise ValueError(f"targets must be a tensor, got a {type(batch[1]).__name__}; convert it.")
-            images, labels = batch[0], moved(batch[1], device)
+            images, labels = (moved(tensor, device) for tensor in batch)
             size = len(images)
             if size == 0:
                 continue

@@ -387,11 +387,13 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _axes_read_apart(value: Value, move: Callable[[Tensor], Any]) -> list[int]:
     """Return the axes of units that a move reads at other positions for other entries beside these units."""
+    units = {axis for label in value.labels for axis in label.axes}
+    others = [axis for axis in range(value.ndim) if axis not in units]
+    beside = varying_axes(move(coordinates(value.shape, others)))
     found: list[int] = []
     for label in value.labels:
-        others = [axis for axis in range(value.ndim) if axis not in label.axes]
-        one, two = (varying_axes(move(coordinates(value.shape, axes))) for axes in (label.axes, others))
-        found += [] if set(one).isdisjoint(two) else label.axes
+        own = varying_axes(move(coordinates(value.shape, label.axes)))
+        found += [] if set(own).isdisjoint(beside) else label.axes
     return found
 
 
