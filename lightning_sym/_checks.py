@@ -167,7 +167,7 @@ def check_module(network: object) -> None:
 
 
 class UnfitInputsError(ValueError):
-    """Inputs on which a network does not run."""
+    """A network does not run on its inputs."""
 
 
 def reason_of(error: BaseException) -> str:
@@ -176,7 +176,7 @@ def reason_of(error: BaseException) -> str:
     return (str(first).strip().splitlines() or [type(first).__name__])[0].rstrip(".")[:200]
 
 
-def listed(name: str, values: Iterable[T]) -> list[T]:
+def as_list(name: str, values: Iterable[T]) -> list[T]:
     """Return several of a kind, such as ``networks``, as a list; raise ``ValueError`` for a single one or none."""
     if isinstance(values, nn.Module | Mapping | str) or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of {name}, got a {type(values).__name__}.")
@@ -186,7 +186,7 @@ def listed(name: str, values: Iterable[T]) -> list[T]:
 
 
 def check_batches(data: object, name: str = "data") -> None:
-    """Raise ``ValueError`` unless data can be iterated, and are no tensor, whose rows are no batches."""
+    """Raise ``ValueError`` unless data are a list or loader of batches; rows of a tensor are samples."""
     if not isinstance(data, Iterable) or isinstance(data, Tensor):
         raise ValueError(f"{name} must be a list or loader of batches, got {type(data).__name__}.")
 

@@ -37,7 +37,7 @@ def on_device_of(network: nn.Module, inputs: T) -> T:
 def inputs_for(network: nn.Module, inputs: T) -> T:
     """Move all tensors to the device of a network, and convert floating ones to the dtype of its weights.
 
-    A network whose tensors have several floating dtypes converts its inputs itself; they keep theirs.
+    Inputs keep their dtype if the weights have several floating dtypes: such a network converts them itself.
     """
     check_module(network)
     kinds = {own.dtype for own in chain(network.parameters(), network.buffers()) if own.dtype.is_floating_point}

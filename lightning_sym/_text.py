@@ -115,7 +115,7 @@ def name_of_callable(function: Callable[..., Any]) -> str:
 
 
 def without_wrappers(text: str) -> str:
-    """Remove ``module.`` and ``_orig_mod.``, with which names of wrapped and compiled networks begin, from a text.
+    """Remove the prefixes ``module.`` and ``_orig_mod.`` of wrapped and compiled networks from a text.
 
     Args:
         text: Text with names of modules.

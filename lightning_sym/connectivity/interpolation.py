@@ -15,12 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from lightning_sym._checks import (
+    as_list,
     check_batches,
     check_counts_alike,
     check_integers,
     check_module,
     is_finite,
-    listed,
 )
 from lightning_sym._distributed import Batches, device_of, moved, rank, run_on, summed, together, wide
 from lightning_sym.networks.batch_norm import batch_norms, recalibrate_batch_norm
@@ -84,7 +84,7 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     Raises:
         ValueError: If there are no networks, they differ, or the weights do not match.
     """
-    networks = listed("networks", networks)
+    networks = as_list("networks", networks)
     means = mean_tensors(networks, weights)
     result = copied(networks[0])
     with torch.no_grad():

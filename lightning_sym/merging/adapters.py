@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from lightning_sym._checks import check_words, listed
+from lightning_sym._checks import as_list, check_words
 from lightning_sym._files import read_json, write_atomically
 from lightning_sym._random import seeded
 from lightning_sym._text import unknown
@@ -341,7 +341,7 @@ def merge_adapters(
     Raises:
         ValueError: If the adapters do not match, or an argument is out of its range.
     """
-    adapters = listed("adapters", adapters)
+    adapters = as_list("adapters", adapters)
     if isinstance(method, MergeSettings):
         if weights is not None or settings:
             raise ValueError("the method holds its settings; leave out weights and others.")

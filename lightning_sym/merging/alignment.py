@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
-from lightning_sym._checks import check_integers, listed
+from lightning_sym._checks import as_list, check_integers
 from lightning_sym._distributed import Batches, device_of
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
@@ -159,7 +159,7 @@ def align(
         Ainsworth et al. (2022), "Git Re-Basin", Algorithm 3 (MergeMany), arXiv:2209.04836. The first alignment to a
         reference, the rules for networks that stay, and the gauge are additions.
     """
-    networks = listed("networks", networks)
+    networks = as_list("networks", networks)
     _check_arguments(networks, how, batches, reference)
     check_integers(max_rounds=max_rounds)
     for number, network in enumerate(networks):
@@ -281,7 +281,7 @@ def merge(
         ValueError: If a network is not of the traced architecture or not finite, or an argument is out of its range.
         OSError: If there is no space for copies.
     """
-    networks = listed("networks", networks)
+    networks = as_list("networks", networks)
     found = _align(symmetry, networks, how=align, **options)
     with torch.no_grad():
         spreads = found.spreads or (_spread(networks),) * 2

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
-from lightning_sym._checks import check_numbers, finite_or_mask, is_finite, listed
+from lightning_sym._checks import as_list, check_numbers, finite_or_mask, is_finite
 from lightning_sym._text import unknown
 from lightning_sym.connectivity.interpolation import weighted_sum
 from lightning_sym.merging import formulas
@@ -250,7 +250,7 @@ def merge_tensors(
         ValueError: If the tensors do not fit each other or the method, or a setting is out of its range.
     """
     chosen = method if isinstance(method, MergeMethod) else merge_method(method)
-    models = list(tensors) if isinstance(tensors, Tensor) else listed("tensors", tensors)
+    models = list(tensors) if isinstance(tensors, Tensor) else as_list("tensors", tensors)
     check_models(chosen, len(models), base is not None)
     each = {"weight": weight, "density": density, "gamma": gamma, "epsilon": epsilon, "scale": scale}
     settings = _settings(

@@ -52,7 +52,7 @@ def round_by_gptq(
     """
     rounding.check_rounding(bits, granularity, activations)
     result = copied(network)
-    batches = on_device_of(result, rounding.listed(data))
+    batches = on_device_of(result, rounding.batches_in(data))
     axes, parameters, done = rounding.matrices_of(result), dict(result.named_parameters()), set[str]()
     with torch.no_grad():
         while found := input_grams(result, batches, without=done, first=True):

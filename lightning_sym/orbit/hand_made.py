@@ -86,7 +86,7 @@ def smooth_quant(symmetry: Symmetry, network: nn.Module, data: Any, alpha: float
     check_numbers("in [0, 1]", alpha=alpha)
     require_weights(symmetry, network)
     exact = double_copy(network)
-    batches = on_device_of(exact, double(rounding.listed(data)))
+    batches = on_device_of(exact, double(rounding.batches_in(data)))
     largest = rounding.largest_inputs(exact, batches)
     ranges = _ranges(symmetry, network, cells=False)
     inputs, weights = np.zeros(len(ranges.logs)), np.zeros(len(ranges.logs))
@@ -136,7 +136,7 @@ def awq(
     rounding.check_rounding(bits, granularity, None)
     require_weights(symmetry, network)
     exact = double_copy(network)
-    batches = on_device_of(exact, double(rounding.listed(data)))
+    batches = on_device_of(exact, double(rounding.batches_in(data)))
     means, grams, axes = rounding.mean_inputs(exact, batches), input_grams(exact, batches), rounding.matrices_of(exact)
     tensors = symmetry.tensors(exact)
     ranges = Ranges(symmetry.structure, tensors, axes, cells=True)
@@ -209,7 +209,7 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float, *, keep: Coll
     """
     check_numbers("in [0, 1)", fraction=fraction)
     result = copied(network)
-    batches = on_device_of(result, rounding.listed(data))
+    batches = on_device_of(result, rounding.batches_in(data))
     squares = rounding.squared_inputs(result, batches)
     axes = rounding.pruned_matrices(result, keep)
     with torch.no_grad():

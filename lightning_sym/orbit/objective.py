@@ -41,7 +41,7 @@ class Objective(ABC):
         Raises:
             ValueError: If two batches look like inputs and their targets.
         """
-        check_batches(batches)
+        check_no_targets(batches)
         return self
 
     def closed_form(
@@ -99,7 +99,7 @@ class Watched(Objective):
         return value
 
 
-def check_batches(batches: Sequence[Any]) -> None:
+def check_no_targets(batches: Sequence[Any]) -> None:
     """Check that two batches are not the inputs and the targets of one.
 
     Raises:

@@ -18,7 +18,7 @@ from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import twice_differentiable
 from lightning_sym.orbit.closed_forms import least_dual_squares, least_squares
-from lightning_sym.orbit.objective import Objective, check_batches
+from lightning_sym.orbit.objective import Objective, check_no_targets
 from lightning_sym.orbit.rounding import Granularity, RoundedInputs, check_rounding, kept, matrices_of, rounded
 from lightning_sym.orbit.view import View, call_of, targets_of
 from lightning_sym.symmetry import Call, Element, Symmetry
@@ -241,7 +241,7 @@ class PathNorm(Objective):
         Raises:
             ValueError: If it has norms, or is not linear in positive inputs.
         """
-        check_batches(batches)
+        check_no_targets(batches)
         if any(isinstance(module, (nn.modules.batchnorm._NormBase, nn.LayerNorm)) for module in view.module.modules()):
             raise ValueError("path norms are of linear maps and ReLU, but the network has norms; fold these first.")
         with torch.no_grad():
@@ -460,7 +460,7 @@ class ErrorOfOutputs(Objective):
 
     def begun(self, view: View, batches: Sequence[Any]) -> Objective:
         """Compute the outputs of the network itself; see :class:`Objective`."""
-        check_batches(batches)
+        check_no_targets(batches)
         begun = copy.copy(self)
         begun._axes = matrices_of(view.module)
         with torch.no_grad():

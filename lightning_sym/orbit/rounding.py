@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
-from lightning_sym.orbit.objective import check_batches
+from lightning_sym.orbit.objective import check_no_targets
 from lightning_sym.orbit.view import call_of
 from lightning_sym.symmetry.tracing.graph.calls import Call
 from lightning_sym.symmetry.tracing.graph.capture import copied
@@ -213,7 +213,7 @@ def kept(weight: Tensor, fraction: float) -> Tensor:
     return mask.view(weight.shape)
 
 
-def listed(data: Any) -> list[Any]:
+def batches_in(data: Any) -> list[Any]:
     """Return the batches of data: of one batch, or of an iterable of them.
 
     Raises:
@@ -224,7 +224,7 @@ def listed(data: Any) -> list[Any]:
     batches = [data] if isinstance(data, (Tensor, Call, Mapping, tuple)) else list(data)
     if not batches:
         raise ValueError("data hold no batch; expected at least one.")
-    check_batches(batches)
+    check_no_targets(batches)
     return batches
 
 
@@ -327,7 +327,7 @@ def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
     """Return the largest input of each linear map on data."""
     found: list[Tensor] = []
     with torch.no_grad(), evaluating(network), twice_differentiable():
-        for batch in listed(data):
+        for batch in batches_in(data):
             with RoundedInputs(bits) as mode:
                 call_of(batch).run(network)
             if found and len(found) != len(mode.seen):
