@@ -326,13 +326,13 @@ class Contractions(Passing):
                 continue
             if gone and varying(drift.function).isdisjoint(gone) and (total := self._known_sum(other, by)) is not None:
                 # What does not vary along the summed axes is only multiplied by the known sum.
-                first, before = drift.numbers, frozenset(1 + axis for axis in gone)
-                for axis in before:
-                    first = first.narrow(axis, 0, 1)
+                first = drift.numbers
+                for axis in gone:
+                    first = first.narrow(1 + axis, 0, 1)
                 alike = self.unknowns.combined([(first, Coefficient(total))])
                 if alike is not None:
-                    kept_sum = aligned(alike, by.one, by.out, 1)
-                    result.drifts[key] = Drift(aligned(drift.function, by.one, by.out), kept_sum)
+                    function = aligned(drift.function, by.one, by.out)
+                    result.drifts[key] = Drift(function, aligned(alike, by.one, by.out, 1))
                 rest = self.unknowns.combined([(drift.numbers, Coefficient()), (first, Coefficient(-1.0))])
                 if rest is None:
                     continue
