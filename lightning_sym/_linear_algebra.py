@@ -1,7 +1,8 @@
-"""Small matrix problems: uniform orthogonal matrices, polar factors, optimal scales."""
+"""Small matrix problems: uniform orthogonal matrices, singular values, polar factors, optimal scales."""
 
 import math
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -44,9 +45,29 @@ def random_orthogonal(
     return rotated
 
 
+def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the singular value decomposition U diag(S) V^T of a finite matrix, where torch's algorithm fails as well.
+
+    Divide and conquer, torch's algorithm, does not converge for some matrices with entries of very different sizes; QR
+    iteration is slower and does.
+
+    Args:
+        matrix: Shape (N, M), floating.
+
+    Returns:
+        U (N, K), S (K,) in descending order and V^T (K, M), K = min(N, M); dtype and device of `matrix`.
+    """
+    try:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        found = scipy.linalg.svd(matrix.detach().cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
+        left, values, right = (torch.from_numpy(own).to(matrix) for own in found)
+    return left, values, right
+
+
 def polar_factor(matrix: Tensor) -> Tensor:
     """Return the orthogonal O that maximises tr(O^T M), for a square M: shape of M, float64, on the CPU."""
-    left, _, right = torch.linalg.svd(matrix.detach().double().cpu())
+    left, _, right = thin_svd(matrix.detach().double().cpu())
     factor: Tensor = left @ right
     return factor
 

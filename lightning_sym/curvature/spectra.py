@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 from lightning_sym._checks import check_integers, check_known, check_numbers
 from lightning_sym._distributed import rank, summed, together, wide
+from lightning_sym._linear_algebra import thin_svd
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym._statistics import student_quantile
@@ -137,7 +138,7 @@ def _xtrace(operator: SymmetricOperator, count: int, generator: torch.Generator)
     signs = _signs(operator, count, generator)
     ahead = operator @ signs
     basis, triangle = torch.linalg.qr(ahead)
-    left, sizes, right = torch.linalg.svd(triangle)
+    left, sizes, right = thin_svd(triangle)
     rounding = len(sizes) * torch.finfo(sizes.dtype).eps
     kept = sizes > rounding * sizes.amax()
     null, basis, sizes, right = right[~kept], basis @ left[:, kept], sizes[kept], right[kept]

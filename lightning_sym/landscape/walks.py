@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_integers, check_numbers
+from lightning_sym._linear_algebra import thin_svd
 from lightning_sym._text import unknown
 from lightning_sym.landscape.outputs import NetworkOutputs
 
@@ -218,6 +219,6 @@ def _decomposed(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return U, S, V of ``U diag(S) V^T``; a QR first is faster than the driver's own way for wide matrices."""
     wide = matrix.shape[0] < matrix.shape[1]
     basis, small = torch.linalg.qr(matrix.T if wide else matrix)
-    left, values, right = torch.linalg.svd(small, full_matrices=False)
+    left, values, right = thin_svd(small)
     long, short = basis @ left, right.T
     return (short, values, long) if wide else (long, values, short)

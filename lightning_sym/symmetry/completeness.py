@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from lightning_sym._linear_algebra import thin_svd
 from lightning_sym.networks.modes import attributes_kept, evaluating, plain_cdist
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.exchanges import missing_exchange
@@ -597,9 +598,7 @@ def _compared(symmetry: Symmetry, network: nn.Module, rows: Tensor, sizes: Tenso
     # would count as rank.
     scale = sizes.clamp(min=1e-3 * float(sizes.max()))[counted]
     rows = rows[:, counted] / scale
-    basis, values, _ = torch.linalg.svd(
-        scale[:, None] * torch.from_numpy(tangents.vectors.toarray())[counted], full_matrices=False
-    )
+    basis, values, _ = thin_svd(scale[:, None] * torch.from_numpy(tangents.vectors.toarray())[counted])
     known = basis[:, : _rank(values)]
     further = _kernel(torch.cat([rows, known.T]))
     rest = torch.linalg.vector_norm(further, dim=1)
@@ -641,7 +640,7 @@ def _kernel(rows: Tensor) -> Tensor:
         for _ in range(3):
             found = torch.linalg.solve_triangular(solved.T, found, upper=False)
             found = torch.linalg.qr(torch.linalg.solve_triangular(solved, found, upper=True)).Q
-        _, values, right = torch.linalg.svd(triangle @ found, full_matrices=False)
+        _, values, right = thin_svd(triangle @ found)
         zero = values < _ZERO * largest
         if not zero.any() or (shifted and (width == count or not zero.all())):
             kernel: Tensor = found @ right.T[:, zero]

@@ -9,7 +9,7 @@ import scipy  # its parts are imported on first use
 import torch
 from torch import Tensor
 
-from lightning_sym._linear_algebra import polar_factor
+from lightning_sym._linear_algebra import polar_factor, thin_svd
 
 Gauge = Literal["orthogonal", "invertible"]
 # Smaller singular values, relative to the largest, are rounding.
@@ -48,7 +48,7 @@ class LowRank:
     def _singular(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the thin singular value decomposition of the product, from the factors' QR decompositions."""
         (left, upper), (right, lower) = torch.linalg.qr(self.up), torch.linalg.qr(self.down.T)
-        u, values, v = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+        u, values, v = thin_svd(upper @ lower.T)
         return left @ u, values, v @ right.T
 
     def changed(self, gauge: Tensor) -> "LowRank":

@@ -8,7 +8,7 @@ from helpers import assert_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sym._linear_algebra import best_scales, polar_factor, random_orthogonal
+from lightning_sym._linear_algebra import best_scales, polar_factor, random_orthogonal, thin_svd
 
 EXACT = 1e-12
 DRAWS = 4000
@@ -75,3 +75,16 @@ def test_best_scales_are_below_a_grid_and_attain_their_value(numbers, q, s):
     else:  # the infimum is approached only
         assert float(value) == 0
         assert min(q, s) == 0
+
+
+def test_singular_values_are_found_where_divide_and_conquer_fails(monkeypatch):
+    matrix = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.svdvals(matrix)
+
+    def fails(*_, **__):
+        raise torch.linalg.LinAlgError("linalg.svd: The algorithm failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "svd", fails)
+    left, values, right = thin_svd(matrix)
+    torch.testing.assert_close(values, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close((left * values) @ right, matrix, rtol=0, atol=1e-14)
