@@ -211,7 +211,10 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         ]
         parts[at], own = without(r, part, own, list(dict.fromkeys(gone)))
         terms.append(own)
-    if not all(letter in term for letter in summed for term in terms) or set(letters) != set("".join(terms)):
+    if not all(letter in term for letter in summed for term in terms):
+        return None
+    repeated = set(letters) - set("".join(terms))  # axes along which both factors are repeated
+    if repeated and made != {"weights"}:
         return None
     one, two = map(set, terms)
     if made == {"weights"} and (one == two or one & two != summed):  # scalar products of rows, such as their squares
@@ -222,10 +225,14 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return None
     elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None
-    out = "".join(letter for letter in letters if letter not in summed)
+    out = "".join(letter for letter in letters if letter not in summed | repeated)
     result = contract(r, terms[0], terms[1], out, parts[0], parts[1], batched=True)
     if result is None and one != two:
         result = r.insert(aten.einsum.default, f"{terms[0]},{terms[1]}->{out}", parts)
+    if result is not None and repeated:
+        kept = [(letter, size) for letter, size in zip(letters, whole, strict=True) if letter not in summed]
+        thin = reshaped(r, result, [1 if letter in repeated else size for letter, size in kept])
+        result = r.insert(aten.expand.default, thin, [size for _, size in kept])
     if result is not None and argument(node, 2, "keepdim", False):
         result = reshaped(r, result, r.shape(node))
     return result

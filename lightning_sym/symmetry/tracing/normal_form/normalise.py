@@ -147,7 +147,7 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     if recognise(rewriter):
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
-        pass
+        rewriter.share()
     shorten_chains(rewriter)
     return capture
 

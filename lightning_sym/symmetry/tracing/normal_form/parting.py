@@ -41,7 +41,10 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
     axis: Any = node.args[1] if len(node.args) > 1 else 0
     if r.name(value) == "cat":
         return _of_joined(r, node, value)
-    if r.name(value) not in _ELEMENTWISE or r.is_marked(value) or node.kwargs or value.kwargs.keys() - {"alpha"}:
+    layer = r.name(value) == "linear" and len(r.shape(value)) > 1
+    if r.name(value) not in _ELEMENTWISE and not layer:
+        return None
+    if r.is_marked(value) or node.kwargs or value.kwargs.keys() - {"alpha"}:
         return None
     if isinstance(axis, (list, tuple)):  # the argument of `index`
         if any(place is not None for place in axis[:-1]) or r.made_of(axis[-1]) != "constants":
@@ -51,6 +54,8 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     rank = len(r.shape(value))
     axis %= rank
+    if layer and (axis == rank - 1 or r.made_of(value.args[0]) != "inputs"):
+        return None
     if list(value.users) != [node] and _covered(r, value, axis):
         return None
 
@@ -66,6 +71,8 @@ def _part_first(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return r.insert(node.target, item, [*[None] * own, node.args[1][-1]])  # type: ignore[index]
         return r.insert(node.target, item, own, *node.args[2:])
 
+    if layer:
+        return r.insert(value.target, part(value.args[0]), *value.args[1:])
     return r.insert(value.target, *(part(item) for item in value.args), **value.kwargs)
 
 
