@@ -359,7 +359,27 @@ ADDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a list": lambda s, x: sum((s.q(x), s.p(s.d(x)), s.n(s.c(x)))),  # type: ignore[arg-type]
     "stack": lambda s, x: torch.stack([s.n(s.c(x)), s.p(s.d(x)), s.q(x)]).sum(0),
 }
+# Queries of learned latents, which all samples share.
+LATENTS: dict[str, Callable[[nn.Linear, Tensor, int], Tensor]] = {
+    "layer": lambda q, t, n: q(t.expand(n, -1, -1)),
+    "sum of products": lambda q, t, n: (t.expand(n, -1, -1).unsqueeze(-2) * q.weight).sum(-1) + q.bias,
+    "rows": lambda q, t, n: torch.stack([(t.repeat(n, 1, 1) * r).sum(-1) for r in q.weight], -1) + q.bias,
+    "one sample": lambda q, t, n: (t[None, :, None] * q.weight).sum(-1) + q.bias,
+}
+# A layer and one of low rank, of which later layers read one place.
+OF_ONE_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "before": lambda s, x: torch.tanh((h := s.i(x)[:, 0]) @ s.w.T + h @ s.a.T @ s.b.T),
+    "behind": lambda s, x: torch.tanh((h := s.i(x)) @ s.w.T + h @ s.a.T @ s.b.T)[:, 0],
+    "between": lambda s, x: torch.tanh(((h := s.i(x)) @ s.w.T + h @ s.a.T @ s.b.T).select(1, 0)),
+    "slice": lambda s, x: torch.tanh(s.i(x) @ (s.w + s.b @ s.a).T)[:, :1].squeeze(1),
+}
 TABLES: dict[str, Function] = {
+    "latents as queries": Function({"t": parameter(5, 4), "q": of(L, 4, 4), "k": of(L, 6, 4), "o": of(L, 6, 7)},
+        steps(6), 40, each(LATENTS, lambda own: lambda s, x: s.o(torch.tanh(
+            (own(s.q, s.t, len(x)) @ s.k(x).mT).softmax(-1) @ x))), samples=60),
+    "place of added layers": Function({"i": of(L, 9, 4), "w": parameter(4, 4), "a": parameter(2, 4),
+        "b": parameter(4, 2), "o": of(L, 4, 6)}, steps(9), 32,
+        each(OF_ONE_PLACE, lambda own: lambda s, x: s.o(own(s, x))), samples=60),
     "products of each two": Function({"a": of(L, 5, 3), "b": of(L, 6, 3), "c": of(L, 4, 3), "o": of(L, 3, 4)},
         three_inputs, 6, each(PRODUCTS, lambda own: lambda s, *x: s.o(own(s.a(x[0]), s.b(x[1]), s.c(x[2])))),
         samples=60),
