@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -160,12 +160,6 @@ def _suspect(targets: Any) -> int:
     return 0
 
 
-def check_module(network: object) -> None:
-    """Raise ``TypeError`` unless a network is a module, and not a class, a state dict or a file."""
-    if not isinstance(network, nn.Module):
-        raise TypeError(f"expected a network (a torch.nn.Module), got {type(network).__name__}")
-
-
 class UnfitInputsError(ValueError):
     """A network does not run on its inputs."""
 
@@ -178,7 +172,8 @@ def reason_of(error: BaseException) -> str:
 
 def as_list(name: str, values: Iterable[T]) -> list[T]:
     """Return several of a kind, such as ``networks``, as a list; raise ``ValueError`` for a single one or none."""
-    if isinstance(values, nn.Module | Mapping | str) or not isinstance(values, Iterable):
+    one = isinstance(values, nn.Module | Mapping | str) and not isinstance(values, nn.ModuleList)
+    if one or not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a list of {name}, got a {type(values).__name__}.")
     if not (found := list(values)):
         raise ValueError(f"{name} must have at least one {name[:-1]}, got none.")
@@ -191,10 +186,16 @@ def check_batches(data: object, name: str = "data") -> None:
         raise ValueError(f"{name} must be a list or loader of batches, got {type(data).__name__}.")
 
 
+def is_batch(given: object) -> TypeGuard[Tensor]:
+    """Return whether something is a tensor with rows."""
+    return isinstance(given, Tensor) and given.ndim > 0
+
+
 def check_pair(batch: object) -> None:
     """Raise ``ValueError`` unless a batch begins with two tensors."""
-    if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(isinstance(own, Tensor) for own in batch[:2]):
-        raise ValueError(f"data must be pairs of tensors, inputs and labels, got {type(batch).__name__}.")
+    if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(map(is_batch, batch[:2])):
+        kinds = [type(own).__name__ for own in batch] if isinstance(batch, list | tuple) else [type(batch).__name__]
+        raise ValueError(f"data must be pairs of tensors, inputs and labels, got {', '.join(kinds)}.")
 
 
 def check_rows(outputs: Any, inputs: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """Devices and processes: placement of tensors, and operations of all ranks together."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_sym._checks import UnfitInputsError, check_module, reason_of
+from lightning_sym._checks import UnfitInputsError, reason_of
 
 Batches: TypeAlias = Iterable[Tensor | Sequence[Tensor]]
 T = TypeVar("T")
@@ -16,7 +17,6 @@ T = TypeVar("T")
 
 def device_of(network: nn.Module) -> torch.device:
     """Return the device of a network's first parameter or buffer; the CPU if it has none."""
-    check_module(network)
     for tensor in chain(network.parameters(), network.buffers()):
         return tensor.device
     return torch.device("cpu")
@@ -39,7 +39,6 @@ def inputs_for(network: nn.Module, inputs: T) -> T:
 
     Inputs keep their dtype if the weights have several floating dtypes: such a network converts them itself.
     """
-    check_module(network)
     kinds = {own.dtype for own in chain(network.parameters(), network.buffers()) if own.dtype.is_floating_point}
     if len(kinds) != 1 or (kind := kinds.pop()).itemsize == 1:
         return on_device_of(network, inputs)
@@ -51,10 +50,18 @@ def run_on(network: nn.Module, *inputs: Any) -> Any:
     """Run a network on inputs, moved and converted for it.
 
     Raises:
-        UnfitInputsError: If it does not run on them; except for a lack of memory.
+        UnfitInputsError: If it does not run on them.
     """
+    given = inputs_for(network, inputs)
+    with fitting(*inputs):
+        return network(*given)
+
+
+@contextmanager
+def fitting(*inputs: Any) -> Iterator[None]:
+    """Raise errors of a network as :class:`UnfitInputsError` about its inputs, except for a lack of memory."""
     try:
-        return network(*inputs_for(network, inputs))
+        yield
     except (RuntimeError, TypeError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

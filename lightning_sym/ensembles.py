@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_batches, check_integers, check_numbers, check_pair
+from lightning_sym._checks import as_list, check_batches, check_integers, check_numbers, check_pair
 from lightning_sym._distributed import Batches, gathered, run_on
+from lightning_sym._exports import explained
 from lightning_sym.connectivity.interpolation import LabelledBatches
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.networks.batch_norm import batch_norms
@@ -118,6 +119,7 @@ class EnsembleScores:
         return _over_pairs(self.divergences)
 
 
+@explained
 def log_probabilities(
     networks: Iterable[nn.Module], batches: LabelledBatches, *, recalibration_data: Batches | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -141,11 +143,10 @@ def log_probabilities(
     Note:
         Takes ``8 M N C`` bytes.
     """
-    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):  # a Sequential has many layers
-        raise ValueError(f"networks must be several networks, got one {type(networks).__name__}; pass a list.")
+    networks = as_list("networks", networks)
     check_batches(batches, "batches")
     found: list[Tensor] = []
-    labels = None
+    labels = torch.zeros(0)
     for network in networks:
         if recalibration_data is not None and batch_norms(network):
             recalibrate_batch_norm(network, recalibration_data)
@@ -153,7 +154,7 @@ def log_probabilities(
             rows = [_predicted(network, batch) for batch in batches]
         own = torch.cat([target for _, target in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found.append(torch.cat([row for row, _ in rows]) if rows else torch.zeros(0, 1, dtype=torch.float64))
-        if labels is not None and not torch.equal(labels, own):
+        if len(found) > 1 and not torch.equal(labels, own):
             raise ValueError(
                 "The data change between passes; pass a list, or a loader that neither shuffles nor drops samples."
             )
@@ -162,8 +163,6 @@ def log_probabilities(
                 f"Networks of an ensemble must have the same classes, got {found[0].shape[1]} and {found[-1].shape[1]}."
             )
         labels = own
-    if labels is None:
-        raise ValueError("networks must have at least one network, got none.")
     return torch.stack(found), labels
 
 
@@ -183,6 +182,7 @@ def _predicted(network: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return outputs.cpu().double().log_softmax(1), labels.cpu().long()
 
 
+@explained
 def ensemble_scores(log_probabilities: Tensor, labels: Tensor, *, bins: int = 15) -> EnsembleScores:
     """Score the members of an ensemble, alone and together, and their diversity.
 

@@ -45,6 +45,7 @@ from lightning_sym import __version__
 from lightning_sym._checkpoint_files import MANIFEST
 from lightning_sym._checks import check_integers, not_finite
 from lightning_sym._claims import Claim
+from lightning_sym._exports import explained
 from lightning_sym._files import load_json, write_atomically
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import ranges
@@ -102,6 +103,7 @@ class ZooMember:
             ) from None
 
 
+@explained
 class ModelZoo(Tabular):
     """A zoo opened for reading; make one with :meth:`open`.
 

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_sym._checks import check_numbers
+from lightning_sym._exports import explained
 from lightning_sym.connectivity.curves import Curve, CurveKind
 from lightning_sym.connectivity.interpolation import check_same_structure
 from lightning_sym.landscape.planes import trainable, weight_vector
@@ -44,10 +46,12 @@ class CurveNetwork(nn.Module):
     ends: Tensor
     coefficients: Tensor
 
+    @explained
     def __init__(self, start: nn.Module, end: nn.Module, bends: int = 1, decay: float = 0.0) -> None:
         super().__init__()
         check_endpoints(start, end)
         points = Curve.straight(weight_vector(start), weight_vector(end), bends).points
+        check_numbers(">= 0", decay=decay)
         self.decay = decay
         self.bends = nn.Parameter(points[1:-1].clone())
         self.register_buffer("ends", points[[0, -1]])

@@ -88,9 +88,8 @@ class Curve:
     def __post_init__(self) -> None:
         check_known("kind", self.kind, KINDS)
         given = self.points
-        if not isinstance(given, Tensor) or given.ndim != 2 or len(given) < 2 or not given.is_floating_point():
-            got = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            raise ValueError(f"points must be a floating tensor [n, P] of at least two weight vectors, got {got}.")
+        if given.ndim != 2 or len(given) < 2 or not given.is_floating_point():
+            raise ValueError(f"points must be at least two weight vectors, got {given.dtype} {list(given.shape)}.")
 
     @classmethod
     def straight(cls, start: Tensor, end: Tensor, bends: int = 0, kind: CurveKind = "bezier") -> Self:

@@ -19,7 +19,7 @@ from lightning_sym._checks import (
     check_batches,
     check_counts_alike,
     check_integers,
-    check_module,
+    check_pair,
     is_finite,
 )
 from lightning_sym._distributed import Batches, device_of, moved, rank, run_on, summed, together, wide
@@ -86,9 +86,11 @@ def average(networks: Sequence[nn.Module], weights: Sequence[float] | None = Non
     """
     networks = as_list("networks", networks)
     means = mean_tensors(networks, weights)
-    result = copied(networks[0])
+    result, weighted = copied(networks[0]), dict(networks[0].named_parameters())
     with torch.no_grad():
-        for (_, mean), target in zip(means, _floating(result).values(), strict=True):
+        for (name, mean), target in zip(means, _floating(result).values(), strict=True):
+            if name in weighted and not is_finite(mean):
+                raise ValueError(f"{name} has values that are not finite in some network; leave that one out.")
             target.copy_(mean)
     return result
 
@@ -106,10 +108,7 @@ def mean_tensors(networks: Sequence[nn.Module], weights: Sequence[float] | None 
     Raises:
         ValueError: As for :func:`average`; raised at the call.
     """
-    try:
-        given = [1.0] * len(networks) if weights is None else list(map(float, weights))
-    except (TypeError, ValueError):
-        raise ValueError(f"weights must be a list of numbers, one for each network, got {weights!r}.") from None
+    given = [1.0] * len(networks) if weights is None else list(map(float, weights))
     if len(given) != len(networks):
         raise ValueError(f"weights must have one number for each of {len(networks)} networks, got {len(given)}.")
     total = math.fsum(given)
@@ -372,8 +371,6 @@ def split_losses(
     Raises:
         ValueError: As for :func:`barrier`, or if there are no points.
     """
-    if not isinstance(splits, Mapping):
-        raise ValueError(f"splits must map names to data, as {{'test': loader}}, got a {type(splits).__name__}.")
     for name, given in (("point", points), ("split", splits)):
         if len(given) == 0:
             raise ValueError(f"{name}s must have at least one {name}, got none.")
@@ -506,7 +503,6 @@ def check_same_structure(a: nn.Module, b: nn.Module) -> None:
     """
 
     def parts(network: nn.Module) -> dict[str, str]:
-        check_module(network)
         found = {
             f"module {name!r}" if name else "whole network": f"a {type(module).__module__}.{type(module).__qualname__}"
             for name, module in network.named_modules(remove_duplicate=False)
@@ -566,11 +562,8 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
     def run() -> None:
         nonlocal unequal
         for batch in data:
-            if not isinstance(batch, list | tuple) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-                raise ValueError(f"data must yield pairs (inputs, targets), got a {type(batch).__name__}.")
-            if not isinstance(batch[1], Tensor):
-                raise ValueError(f"targets must be a tensor, got a {type(batch[1]).__name__}; convert it.")
-            images, labels = (moved(tensor, device) for tensor in batch)
+            check_pair(batch)
+            images, labels = (moved(tensor, device) for tensor in batch[:2])
             size = len(images)
             if size == 0:
                 continue

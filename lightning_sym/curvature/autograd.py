@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sym._distributed import run_on
 from lightning_sym.curvature import passes
 from lightning_sym.curvature.proof import Pass, check_rows
 from lightning_sym.curvature.rules import FFC, curved_parameters
@@ -80,7 +81,7 @@ class AutogradEngine(passes.Engine):
         with ExitStack() as hooks:
             for name, (module, _) in self.layers.items():
                 hooks.enter_context(module.register_forward_hook(self._hook(name), with_kwargs=True))
-            outputs: Tensor = self.network(x)
+            outputs: Tensor = run_on(self.network, x)
         passes.check_outputs(outputs, x)
         self._check_recorded(len(x))
         return outputs

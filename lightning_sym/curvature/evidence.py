@@ -135,7 +135,11 @@ class Evidence:
             for name, parameter in network.named_parameters()
             if name in factors.blocks
         }
-        return cls(factors, norms, groups, temperature=temperature)
+        found = cls(factors, norms, groups, temperature=temperature)
+        for name, parameter in network.named_parameters():
+            if name in norms and parameter.numel() != found._spectra[name].size:
+                raise ValueError(f"{name!r} has another size in the factors; pass the network of the factors.")
+        return found
 
     @property
     def device(self) -> torch.device:

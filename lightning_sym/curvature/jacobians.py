@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_module, check_numbers, check_rows
-from lightning_sym._distributed import device_of, moved, wide
+from lightning_sym._checks import check_integers, check_numbers, check_rows, is_finite
+from lightning_sym._distributed import device_of, moved, run_on, wide
 from lightning_sym.networks.modes import evaluating, in_precision
 from lightning_sym.symmetry.dimension import jacobian_rows
 from lightning_sym.symmetry.tracing.graph.calls import Call
@@ -69,14 +69,15 @@ def jacobian_rank(
     """
     check_numbers("in [3e-8, 1)", tolerance=tolerance)
     check_integers(max_bytes=max_bytes)
-    if not isinstance(inputs, Tensor) or not inputs.shape or not len(inputs):
-        got = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-        raise ValueError(f"inputs must be a batch of at least one sample, got {got}.")
+    if not inputs.ndim or not len(inputs):
+        raise ValueError(f"inputs must be a batch of at least one sample, got shape {list(inputs.shape)}.")
     exact = in_precision(copied(network), wide(device_of(network))).eval()
     given = _widened(exact, inputs)
     with torch.no_grad():
-        equations = check_rows(exact(given)).numel()
+        equations = check_rows(run_on(exact, given)).numel()
     parameters = sum(p.numel() for p in exact.parameters() if p.requires_grad)
+    if not parameters:
+        raise ValueError("the network has no trainable parameters; expected some with requires_grad=True.")
     size = min(equations, parameters)
     needed = 8 * (parameters**2 if parameters < equations else equations * parameters)
     if needed > max_bytes:
@@ -131,13 +132,14 @@ def input_jacobians(network: nn.Module, inputs: Tensor) -> Tensor:
         >>> torch.equal(input_jacobians(network, torch.zeros(1, 3))[0], network.weight)
         True
     """
-    check_module(network)
     if not inputs.is_floating_point():
         raise ValueError(f"inputs must be floating, as Jacobians by {inputs.dtype} are not defined.")
     dtype = next((p.dtype for p in network.parameters() if p.is_floating_point()), inputs.dtype)
     with torch.enable_grad(), evaluating(network):
         given = moved(inputs.detach(), device_of(network)).to(dtype, copy=True).requires_grad_()
-        outputs = check_rows(network(given), given).reshape(len(given), -1)
+        outputs = check_rows(run_on(network, given), given).reshape(len(given), -1)
+        if not is_finite(outputs):
+            raise ValueError("The network's outputs are not finite; check weights and inputs for NaN and infinity.")
         # As samples do not depend on one another, the gradient of a sum over them holds those of all.
         found = [torch.autograd.grad(each.sum(), given, retain_graph=True)[0] for each in outputs.unbind(1)]
     return torch.stack(found, 1).flatten(2).detach()

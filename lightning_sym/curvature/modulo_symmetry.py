@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_integers, check_module
+from lightning_sym._checks import check_integers
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym.curvature.krylov import top_eigenpairs
 from lightning_sym.curvature.operators import CurvatureOperator, Kind, Loss, SymmetricOperator
@@ -218,7 +218,6 @@ def sharpness_modulo_symmetry(
 
 def _whole(network: nn.Module, data: Any, loss: Loss, kind: Kind, columns: int) -> CurvatureOperator:
     """Return the matrix of all parameters, trained or not, in float64."""
-    check_module(network)
     names = [name for name, _ in network.named_parameters()]
     return CurvatureOperator(network, data, loss, kind=kind, parameters=names, dtype=torch.float64, columns=columns)
 

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from lightning_sym._checks import check_integers, check_known, check_rows
-from lightning_sym._distributed import gathered, summed, together, wide
+from lightning_sym._distributed import gathered, run_on, summed, together, wide
 from lightning_sym._random import derive_seed, seeded
 from lightning_sym.curvature.blocks import EmptyLoaderError, NonFiniteError
 from lightning_sym.curvature.passes import batches, check_weights, ready
-from lightning_sym.networks.modes import for_loss, in_precision, loss_errors, twice_differentiable
+from lightning_sym.networks.modes import batch_loss, for_loss, in_precision, loss_errors, twice_differentiable
 from lightning_sym.symmetry.tracing.graph.capture import copied
 
 _LOG = logging.getLogger(__name__)
@@ -103,10 +103,11 @@ class SymmetricOperator(ABC):
         Raises:
             ValueError: If the shape does not fit.
         """
-        if vectors.ndim not in (1, 2) or len(vectors) != self.size or not vectors.numel():
+        fits = vectors.ndim in (1, 2) and len(vectors) == self.size and vectors.numel()
+        if not fits or not (vectors.is_floating_point() or vectors.is_complex()):
             raise ValueError(
-                f"the operator has shape {list(self.shape)} and multiplies vectors of shape [{self.size}] or "
-                f"[{self.size}, K], got {list(vectors.shape)}."
+                f"the operator has shape {list(self.shape)} and multiplies floating vectors of shape [{self.size}] or "
+                f"[{self.size}, K], got {vectors.dtype} {list(vectors.shape)}."
             )
         given = vectors.detach().to(device=self.device, dtype=self.dtype)
         self.products += 1 if vectors.ndim == 1 else vectors.shape[1]
@@ -131,8 +132,8 @@ class MatrixOperator(SymmetricOperator):
         super().__init__()
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"matrix must have shape [P, P], got {list(matrix.shape)}.")
-        if matrix.numel() and float((matrix - matrix.T).abs().max()) > 1e-6 * float(matrix.abs().max()):
-            raise ValueError("matrix must be symmetric; symmetrise it, or look at its singular values instead.")
+        if matrix.numel() and not float((matrix - matrix.T).abs().max()) <= 1e-6 * float(matrix.abs().max()):
+            raise ValueError("matrix must be finite and symmetric; symmetrise it, or use its singular values.")
         self.matrix, self.size, self.dtype, self.device = matrix, len(matrix), matrix.dtype, matrix.device
 
     def _times(self, vectors: Tensor) -> Tensor:
@@ -502,6 +503,8 @@ class CurvatureOperator(SymmetricOperator):
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the parts of a vector, shape ``[P]``, by the names of the parameters, each in its shape."""
+        if vector.shape != (self.size,):
+            raise ValueError(f"vector must have shape [{self.size}], got {list(vector.shape)}.")
         parts = torch.split(vector, self._sizes)
         return {name: part.view(self.shapes[name]) for name, part in zip(self.names, parts, strict=True)}
 
@@ -550,7 +553,7 @@ class CurvatureOperator(SymmetricOperator):
 
     def _checked_outputs(self, x: Tensor, *, again: bool) -> Tensor:
         """Return a batch's outputs, checked, and whether they are the same a second time."""
-        one = check_rows(self.network(x), x)
+        one = check_rows(run_on(self.network, x), x)
         if not one.isfinite().all():
             raise NonFiniteError("The network's outputs are not finite; lower the learning rate or look at the inputs.")
         if again:
@@ -572,13 +575,11 @@ class CurvatureOperator(SymmetricOperator):
         Raises:
             ValueError: If it is not their mean, or its gradient not that of the mean.
         """
+        given = outputs.detach().requires_grad_()
+        value = batch_loss(self._loss, given, targets)
         with loss_errors(outputs, targets):
-            given = outputs.detach().requires_grad_()
-            value = self._loss(given, targets)
-            if value.requires_grad and not value.ndim:  # integers instead of floats fail only here
+            if value.requires_grad:  # integers instead of floats fail only here
                 torch.autograd.grad(value, given, allow_unused=True)
-        if value.ndim:
-            raise ValueError(f"loss must be a mean over samples, a scalar, got shape {list(value.shape)}.")
         # Other samples' outputs are tried as well: outputs that fit have zero loss and gradient.
         tried = torch.cat([outputs, outputs.roll(1, 0)])
         apart = _apart(self._loss, tried, torch.cat([targets, targets]))

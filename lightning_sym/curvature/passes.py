@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
-from lightning_sym._checks import check_batches, check_module, check_pair
+from lightning_sym._checks import check_batches, check_pair, check_rows
 from lightning_sym._distributed import device_of, moved, ranks
 from lightning_sym._random import generator as seeded_generator
 from lightning_sym.curvature.blocks import Likelihood, NonFiniteError, check_targets
@@ -83,7 +83,6 @@ def ready(network: nn.Module) -> Iterator[nn.Module]:
     Raises:
         ValueError: If it is wrapped by DDP or ``torch.compile``, or has parameters that are not initialised yet.
     """
-    check_module(network)
     if isinstance(network, nn.parallel.DistributedDataParallel):
         raise ValueError("network is wrapped for DDP; pass network.module.")
     if hasattr(network, "_orig_mod"):
@@ -187,12 +186,9 @@ def batches(network: nn.Module, loader: Iterable[Any]) -> Iterator[tuple[Tensor,
 
 def check_outputs(outputs: Any, x: Tensor) -> None:
     """Raise ``ValueError`` unless a network gives one row of outputs, ``[N, K]``, for each of its inputs."""
-    if not isinstance(outputs, Tensor):
-        raise ValueError(f"Curvature needs a network that returns one tensor, got {type(outputs).__name__}.")
+    check_rows(outputs, x)
     if outputs.ndim != 2 or not outputs.is_floating_point():
         raise ValueError(f"Curvature needs outputs of shape [N, K], got shape {list(outputs.shape)}.")
-    if len(outputs) != len(x):
-        raise ValueError(f"The network gives {len(outputs)} outputs for {len(x)} inputs; it needs one for each.")
 
 
 def check_trained(outputs: Tensor) -> None:

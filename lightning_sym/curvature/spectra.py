@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, jacrev, vmap
 
-from lightning_sym._checks import check_integers, check_known, check_numbers
+from lightning_sym._checks import check_integers, check_known, check_numbers, is_finite
 from lightning_sym._distributed import rank, summed, together, wide
 from lightning_sym._linear_algebra import thin_svd
 from lightning_sym._random import derive_seed, seeded
@@ -274,6 +274,9 @@ def smoothed(values: Tensor, points: Tensor, width: float, weights: Tensor | Non
     Returns:
         Shape ``[g]``, float64, on the CPU.
     """
+    check_numbers("> 0", width=width)
+    if values.ndim != 1 or not len(values) or not (is_finite(values) and is_finite(points)):
+        raise ValueError(f"values and points must be finite and values a vector, got shape {list(values.shape)}.")
     values, points = values.detach().double().cpu(), points.detach().double().cpu()
     weights = torch.full_like(values, 1 / len(values)) if weights is None else weights.double().cpu()
     density = torch.zeros_like(points)

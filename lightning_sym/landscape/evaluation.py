@@ -14,7 +14,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_known
-from lightning_sym._distributed import device_of, wide
+from lightning_sym._distributed import device_of, run_on, wide
 from lightning_sym.landscape._first_layer import FirstLayer, apply_elementwise, find_first_layer, with_fast_pools
 from lightning_sym.landscape.planes import WeightPlane, as_tensors, trainable, weight_vector
 from lightning_sym.landscape.two_unit.loss import ReluLine, is_relu_line
@@ -239,9 +239,8 @@ class LossSurface:
 
     def _data(self, tensor: Tensor, name: str) -> Tensor:
         """Return a checked copy on the device, floating numbers in the dtype."""
-        if not isinstance(tensor, Tensor) or tensor.ndim == 0 or len(tensor) == 0:
-            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must be a tensor [N, ...] of at least one input, got {got}.")
+        if tensor.ndim == 0 or len(tensor) == 0:
+            raise ValueError(f"{name} must be a tensor [N, ...] of at least one input, got {list(tensor.shape)}.")
         if not tensor.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite; leave those inputs out.")
         dtype = self.dtype if tensor.is_floating_point() or (self._squared and name == "targets") else tensor.dtype
@@ -275,7 +274,7 @@ class LossSurface:
         with ExitStack() as hooks, self._quietly():
             for part in self._network.modules():
                 hooks.enter_context(part.register_forward_hook(watch))
-            output = self._network(self.inputs[:count])
+            output = run_on(self._network, self.inputs[:count])
             if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != count:
                 raise ValueError("The network must return one tensor with the inputs along its first axis.")
             if self._squared and output.shape != self.targets[:count].shape:
@@ -329,9 +328,8 @@ class LossSurface:
     # ---- evaluation
 
     def _rows(self, rows: Tensor, size: int, name: str) -> Tensor:
-        if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.ndim != 2 or rows.shape[1] != size:
-            got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-            raise ValueError(f"{name} must be a floating tensor [G, {size}], got {got}.")
+        if not rows.is_floating_point() or rows.ndim != 2 or rows.shape[1] != size:
+            raise ValueError(f"{name} must be a floating tensor [G, {size}], got {rows.dtype} {list(rows.shape)}.")
         return rows.detach()
 
     def _evaluate(self, plane: WeightPlane | None, rows: Tensor, below: float | None) -> Tensor:

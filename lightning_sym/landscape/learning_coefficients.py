@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sym._checks import check_integers, check_known, check_module, check_numbers, check_seeds
+from lightning_sym._checks import check_integers, check_known, check_numbers, check_seeds
 from lightning_sym._distributed import gathered, rank, ranks
 from lightning_sym._random import generator
 from lightning_sym._statistics import student_interval, student_quantile
@@ -330,7 +330,6 @@ def learning_coefficient(
         >>> round(found.estimate, 1)  # half the number of weights
         1.0
     """
-    check_module(network)
     check_integers(_FEWEST, optional=True, chains=chains)
     check_integers(8, steps=steps)
     check_integers(block_size=block_size)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 from lightning_sym._checks import check_rows
+from lightning_sym._distributed import fitting
 from lightning_sym.landscape.evaluation import LossSurface
 from lightning_sym.landscape.planes import weight_tensors, weight_vector
 from lightning_sym.networks.modes import PlainDistances, in_precision
@@ -26,9 +27,8 @@ class NetworkOutputs:
     """
 
     def __init__(self, network: nn.Module, inputs: Tensor, dtype: torch.dtype = torch.float64) -> None:
-        if not isinstance(inputs, Tensor) or inputs.ndim == 0 or len(inputs) == 0:
-            got = f"shape {list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
-            raise ValueError(f"inputs must hold at least one input, shape [N, ...], got {got}; give some.")
+        if inputs.ndim == 0 or len(inputs) == 0:
+            raise ValueError(f"inputs must hold at least one input, shape [N, ...], got shape {list(inputs.shape)}.")
         self.network = in_precision(copied(network), dtype).eval()
         if not any(parameter.requires_grad for parameter in network.parameters()):
             raise ValueError("the network has no trainable parameters; expected some with requires_grad=True.")
@@ -36,7 +36,8 @@ class NetworkOutputs:
         self.inputs = inputs.detach().to(self.own.device, dtype if inputs.is_floating_point() else None)
 
     def _forward(self, vector: Tensor, inputs: Tensor) -> Tensor:
-        output = functional_call(self.network, weight_tensors(self.network, vector), (inputs,))
+        with fitting(inputs):
+            output = functional_call(self.network, weight_tensors(self.network, vector), (inputs,))
         return check_rows(output).reshape(len(output), -1)
 
     def __call__(self, vector: Tensor) -> Tensor:

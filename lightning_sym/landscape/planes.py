@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_module, check_numbers
+from lightning_sym._checks import check_numbers
 from lightning_sym.networks import architecture_name
 
 
@@ -61,7 +61,6 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: If there is none, or one is complex.
     """
-    check_module(network)
     found = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     if not found:
         raise ValueError(f"{architecture_name(network)} has no trainable parameters, so that it has no weight vector.")

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lightning_sym._checks import check_integers, check_numbers
 from lightning_sym._distributed import device_of, inputs_for, moved, on_device_of, summed, together, wide
+from lightning_sym.landscape.planes import trainable
 from lightning_sym.landscape.units import RemovableUnits, Unit, removable_units
 from lightning_sym.networks.batch_norm import recalibrate_batch_norm
 from lightning_sym.networks.modes import batch_loss, evaluating, for_loss
@@ -453,7 +454,7 @@ def rashomon_pruning(
     pruning = Pruning(units, settings, evaluate=evaluate, batches=lambda: data, describe=describe)
     pruning.start(walker)
     while not pruning.finished:
-        optimizer = torch.optim.Adam(walker.parameters(), learning_rate)
+        optimizer = torch.optim.Adam(trainable(walker).values(), learning_rate)
         small, kept = pruning.small(walker).train(), units.kept(pruning.removed)
         whole = {**dict(walker.named_parameters()), **dict(walker.named_buffers())}
         while not pruning.due:

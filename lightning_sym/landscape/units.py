@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_rows
-from lightning_sym._distributed import Batches, device_of, inputs_for, summed, together, wide
+from lightning_sym._checks import check_rows, is_finite
+from lightning_sym._distributed import Batches, device_of, inputs_for, run_on, summed, together, wide
 from lightning_sym._text import unknown
 from lightning_sym.networks import architecture_name
 from lightning_sym.networks.batch_norm import inputs_of
@@ -246,8 +246,8 @@ class RemovableUnits:
             return add
 
         def run() -> None:
-            for images in inputs_of(small, batches):
-                small(images)
+            for images in inputs_of(batches):
+                run_on(small, images)
 
         with contextlib.ExitStack() as hooks, torch.no_grad(), evaluating(small):
             for name in names:
@@ -259,6 +259,8 @@ class RemovableUnits:
             count, first, second = summed(sums[name]).double().cpu()
             whole = torch.zeros(self._layout[name][1], dtype=torch.float64)
             whole[kept.get((name, 1), slice(None))] = (second / count - (first / count).square()).clamp(min=0)
+            if not is_finite(whole):
+                raise ValueError(f"the inputs of {name} have no variance; pass finite data and weights, and some data.")
             found[name] = whole
         return found
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_module
-
 
 def parameter_paths(module: nn.Module) -> dict[str, tuple[str, str]]:
     """Return the block and the pathway of each parameter on a pathway.
@@ -23,7 +21,6 @@ def parameter_paths(module: nn.Module) -> dict[str, tuple[str, str]]:
         >>> parameter_paths(network)
         {'0.conv.weight': ('0', 'conv'), '0.conv.bias': ('0', 'conv')}
     """
-    check_module(module)
     blocks = [name for name, part in module.named_modules() if isinstance(part, ResidualPathways)]
     found = {}
     for name, _ in module.named_parameters():

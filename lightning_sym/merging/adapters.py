@@ -264,9 +264,6 @@ def check_same_network(adapters: Sequence[Adapter], *, ranks: bool = False) -> N
     Raises:
         ValueError: If not; the message names the first difference.
     """
-    for one in adapters:
-        if not isinstance(one, Adapter):
-            raise TypeError(f"expected an adapter, as of Adapter.read(folder), got {type(one).__name__}")
     first = adapters[0]
     sizes = {module: (own.up.shape[0], own.down.shape[1]) for module, own in first.products.items()}
     for other in adapters[1:]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 from torch import nn
 
-from lightning_sym._checks import as_list, check_integers
+from lightning_sym._checks import as_list, check_integers, is_integer
 from lightning_sym._distributed import Batches, device_of
 from lightning_sym._notebook import Tabular
 from lightning_sym._text import unknown
@@ -232,7 +232,7 @@ def aligned_without_search(
 
 
 def _check_arguments(networks: Sequence[nn.Module], how: str, batches: Batches | None, reference: int) -> None:
-    if not 0 <= reference < len(networks):
+    if not is_integer(reference, 0) or reference >= len(networks):
         raise ValueError(f"reference must be the index of one of {len(networks)} networks, got {reference}.")
     if how not in HOW:
         raise ValueError(unknown("way to align", how, HOW))

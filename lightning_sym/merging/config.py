@@ -111,7 +111,8 @@ class MergeConfig:
                 range, asks for something that needs mergekit, or names a model that is no local path.
             OSError: If the file cannot be read.
         """
-        path = Path(file)
+        if not (path := Path(file)).is_file():
+            raise FileNotFoundError(f"there is no file {path}; expected a merge in YAML.")
         try:
             text = path.read_text(encoding="utf-8")
             content = load_yaml(text, str(path), StrictLoader)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from lightning_sym._checks import check_batches, check_known, check_module
-from lightning_sym._distributed import Batches, device_of, gathered, inputs_for, ranks, summed, together, wide
+from lightning_sym._checks import check_batches, check_known, is_batch
+from lightning_sym._distributed import Batches, device_of, gathered, ranks, run_on, summed, together, wide
 from lightning_sym.networks.modes import evaluating
 
 
@@ -55,7 +55,6 @@ def batch_norms(network: nn.Module) -> dict[str, _BatchNorm]:
     Raises:
             ValueError: If a batch norm is lazily initialised and has not been called.
     """
-    check_module(network)
     found = {}
     for name, module in network.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
@@ -231,9 +230,9 @@ def _measure_in_one_pass(
 
     def run() -> None:
         nonlocal seen, shortest
-        for images in inputs_of(network, batches):
+        for images in inputs_of(batches):
             if len(images) >= shortest or waits:
-                network(images)
+                run_on(network, images)
                 shortest = shortest if seen or waits else len(images)
                 seen += 1
 
@@ -294,8 +293,8 @@ def _call_order(network: nn.Module, selected: dict[str, _BatchNorm], source: Cal
         with ExitStack() as hooks:
             for name, module in selected.items():
                 hooks.enter_context(module.register_forward_pre_hook(lambda *_, name=name: order.append(name)))
-            for images in inputs_of(network, source()):
-                network(images)
+            for images in inputs_of(source()):
+                run_on(network, images)
                 seen = True
                 break
 
@@ -346,9 +345,9 @@ def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batche
 
     def run() -> None:
         with module.register_forward_pre_hook(add):
-            for images in inputs_of(network, source()):
+            for images in inputs_of(source()):
                 with suppress(_ReachedError):
-                    network(images)
+                    run_on(network, images)
 
     together(run)
     sums = summed(torch.cat([torch.stack([count, count.new_tensor(seen)]), mean * count]))
@@ -360,16 +359,16 @@ def _moments(network: nn.Module, module: _BatchNorm, source: Callable[[], Batche
 # ---- batches and ranks
 
 
-def inputs_of(network: nn.Module, batches: Batches) -> Iterator[Tensor]:
-    """Yield the inputs of every batch on the network's device, in its dtype."""
+def inputs_of(batches: Batches) -> Iterator[Tensor]:
+    """Yield the inputs of every batch."""
     check_batches(batches, "batches")
     for batch in batches:
         images = batch[0] if isinstance(batch, list | tuple) and batch else batch
-        if not isinstance(images, Tensor):
+        if not is_batch(images):
             raise ValueError(
                 f"batches must yield tensors, or tuples or lists that begin with one, got {type(batch).__name__}."
             )
-        yield inputs_for(network, images)
+        yield images
 
 
 def _check_some(batches: float) -> None:

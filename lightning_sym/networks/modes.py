@@ -12,8 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from lightning_sym._checks import check_module
-
 T = TypeVar("T")
 _STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
@@ -21,7 +19,6 @@ _STOPS = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
     """Put a network in eval mode, and restore the mode of every part at the end, also after an error."""
-    check_module(network)
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_sym._checks import check_integers, check_numbers, check_words
+from lightning_sym._checks import check_integers, check_numbers, check_words, not_finite
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
 from lightning_sym.orbit.objective import check_no_targets
@@ -156,6 +156,8 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
         for module in network.modules()
         if isinstance(module, _TRANSPOSED) or (type(module).__name__ == "Conv1D" and hasattr(module, "weight"))
     }
+    if broken := not_finite(dict(network.named_parameters())):
+        raise ValueError(f"{broken[0]} holds values that are not finite; expected a network with finite weights.")
     return {
         name: int(id(own) in second)
         for name, own in network.named_parameters()

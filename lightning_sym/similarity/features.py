@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
-from lightning_sym._checks import check_known, check_module
+from lightning_sym._checks import check_known
 from lightning_sym._distributed import gathered, ranks, run_on, wide_device
 from lightning_sym.symmetry import Tap
 
@@ -304,7 +304,6 @@ def features_of(network: nn.Module, taps: Iterable[Tap | str], *inputs: Any) -> 
     Raises:
         ValueError: If there is no such module, it has fewer calls, or its output is not a tensor.
     """
-    check_module(network)
     modules = dict(network.named_modules())
     wanted: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for tap in [taps] if isinstance(taps, str) else taps:

@@ -98,8 +98,6 @@ class CutNetwork:
         if not isinstance(network, Network):
             name = type(network).__name__
             raise TypeError(f"network must be a Network with known sites, got {name}; pass Network.wrap(network).")
-        if not isinstance(example, Tensor):
-            raise TypeError(f"example must be a tensor, a batch of inputs, got {type(example).__name__}.")
         network.eval().requires_grad_(False)
         self.network = network
         self._cuts = network.cuts(sites, before=before)
@@ -393,7 +391,7 @@ class StitchedNetwork(nn.Module):
         """Return logits ``[N, C]`` for images."""
         lower, index = self._lower
         with torch.no_grad():
-            values = lower(images)[index]
+            values = run_on(lower, images)[index]
         return self.stitched(values)
 
     def regularization(self) -> Tensor:
@@ -426,8 +424,6 @@ def stitch_ports(
     """
     check_words(("ports", ports, ("all", "branch")))
     for cut, name in ((source, site), (target, target_site)):
-        if not isinstance(cut, CutNetwork):
-            raise TypeError(f"expected two of CutNetwork(network, example=...) to stitch, got {type(cut).__name__}")
         cut.check_site(name)
     wanted, given = target.crossings(target_site), source.shapes(site)
     where = f"{site!r} of the bottom network and {target_site!r} of the top one cannot be stitched"

@@ -18,6 +18,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_sym._distributed import on_device_of
+from lightning_sym._exports import explained
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.architecture import ADVICE, Architecture, digest, held_by, same_but_for_rounding
@@ -57,6 +58,7 @@ def unchecked() -> Iterator[None]:
         _UNCHECKED.reset(token)
 
 
+@explained
 class Symmetry(ElementGroup):
     """The group of changes of weights and buffers that leave a network's function alone, in evaluation mode.
 

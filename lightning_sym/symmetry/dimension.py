@@ -11,8 +11,8 @@ from torch.func import functional_call, jacrev, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from lightning_sym._checks import check_integers, check_numbers
-from lightning_sym._distributed import on_device_of
+from lightning_sym._checks import check_integers, check_numbers, is_finite
+from lightning_sym._distributed import fitting, on_device_of
 from lightning_sym.networks.modes import PassedGradients, PlainDistances
 from lightning_sym.symmetry.arrays import together
 from lightning_sym.symmetry.base import Symmetry
@@ -170,6 +170,8 @@ def local_dimension(
     exact = double_copy(network).requires_grad_(True)
     exact.train(training)
     transform: Callable[[Tensor], Tensor] = (lambda y: F.log_softmax(y, -1)) if log_softmax else (lambda y: y)
+    with torch.no_grad(), fitting(*call.positional, *call.keywords.values()):
+        call.run(exact)
     rows = _rows_of_batch(exact, call, transform) if training else jacobian_rows(exact, call, transform)
     equations, values = _singular_values(rows, torch.zeros(0, count, dtype=torch.float64, device=tensors[0].device))
     largest = float(values[0]) if len(values) else 0.0
@@ -221,6 +223,8 @@ def _singular_values(blocks: Iterable[Tensor], folded: Tensor) -> tuple[int, Ten
     """
     count = 0
     for block in blocks:
+        if not is_finite(block):
+            raise ValueError("The Jacobian is not finite; check weights and inputs for NaN and infinity.")
         count += len(block)
         folded = torch.cat([folded, block])
         if len(folded) > 2 * folded.shape[1]:

@@ -133,15 +133,11 @@ def intertwiner_group(
         group = INTERTWINER_GROUPS[name]
     elif isinstance(activation, type):
         raise TypeError(f"Expected an activation, got the class {activation.__name__}; pass an instance of it.")
-    elif isinstance(activation, nn.Module) or callable(activation):
+    else:
         found = _look_up_module(activation) if isinstance(activation, nn.Module) else _look_up_function(activation)
         if found is None:
             return measure(activation, affine=affine)
         group = found
-    else:
-        raise TypeError(
-            f"Expected an activation module, name or function from tensor to tensor, got {type(activation).__name__}."
-        )
     if affine and group.name in _OFFSETS:
         return replace(group, signs=True, offset=_OFFSETS[group.name])
     return group

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_sym._checks import check_module
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.base import Cuts
 from lightning_sym.symmetry.base import Symmetry
@@ -126,7 +125,6 @@ def trace_symmetry(
         8
         >>> other = symmetry.act(symmetry.sample(), network)
     """
-    check_module(network)
     inside_meta = torch.get_default_device().type == "meta"  # within ``with torch.device("meta")``, to build networks
     with _new_garbage_only(), torch.device("cpu") if inside_meta else contextlib.nullcontext():
         examples = examples_of(network, example_input, more_examples, keywords, output)

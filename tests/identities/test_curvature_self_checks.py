@@ -629,7 +629,7 @@ def test_later_batches_have_their_rows_counted():
     network = perturbed(network)
     x, y = data(11, shape, OUTPUTS, "classification")
     for engine in ("autograd", "backpack"):
-        with pytest.raises(ValueError, match=r"outputs for 6 inputs|first axis cannot be the samples"):
+        with pytest.raises(ValueError, match=r"with a row for each of 6 inputs|first axis cannot be the samples"):
             factors(network, [(x[:5], y[:5]), (x[5:], y[5:])], engine=engine)
 
 

@@ -139,9 +139,9 @@ def test_bad_ports_are_said():
     assert_refused(stitch_ports, a, b, "blocks.1.activation1", "activation", says="The network is not cut at")
     assert_refused(stitch_ports, a, b, "activation", "norm", says="The network is not cut at 'norm'")
     assert_refused(a.crossings, "norm", says="The network is not cut at 'norm'")
-    says = "expected two of CutNetwork(network, example=...) to stitch"
+    says = "source of stitch_ports must be of type CutNetwork"
     assert_refused(stitch_ports, a.network, b, "activation", "activation", says=says, error=TypeError)
-    assert_refused(CutNetwork, a.network, example=None, says="example must be a tensor", error=TypeError)
+    assert_refused(CutNetwork, a.network, example=None, says="must be of type Tensor, got None", error=TypeError)
     values = "2 values cross the top network's cut (blocks.0.activation1, activation), but only 1 the bottom network's"
     assert_refused(stitch_ports, a, b, "activation", "blocks.0.activation1", says=values)
     site = "blocks.3.activation1"

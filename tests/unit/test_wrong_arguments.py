@@ -1,5 +1,8 @@
 """Ordinary mistakes of functions that take any network and any data: a state dict, a data set, a network of tuples."""
 
+import math
+import pickle
+
 import pytest
 import torch
 from helpers import assert_refused
@@ -8,15 +11,30 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lightning_sym._checks import UnfitInputsError
-from lightning_sym.connectivity import average, barrier, curve_geometry
+from lightning_sym.connectivity import CurveNetwork, average, barrier, curve_geometry, interpolate
 from lightning_sym.connectivity.curves import Curve
-from lightning_sym.curvature import CurvatureOperator, GaussianPrior, factors, input_jacobians, jacobian_rank
+from lightning_sym.curvature import (
+    CurvatureOperator,
+    Evidence,
+    GaussianPrior,
+    factors,
+    input_jacobians,
+    jacobian_rank,
+    parameter_groups,
+)
 from lightning_sym.ensembles import log_probabilities
 from lightning_sym.landscape import learning_coefficient, removable_units, surfaces, weight_vector
-from lightning_sym.merging import Adapter, merge_adapters, merge_tensors
+from lightning_sym.merging import Adapter, MergeConfig, merge_adapters, merge_tensors
 from lightning_sym.networks import recalibrate_batch_norm
+from lightning_sym.orbit import cross_layer_equalization, prune_by_magnitude
 from lightning_sym.similarity import features_of
-from lightning_sym.symmetry import activation_matching, parameter_distance, trace_symmetry, weight_matching
+from lightning_sym.symmetry import (
+    activation_matching,
+    local_dimension,
+    parameter_distance,
+    trace_symmetry,
+    weight_matching,
+)
 
 X, Y = torch.randn(8, 3), torch.arange(8) % 2
 
@@ -57,7 +75,8 @@ ON_INPUTS = [
                                   GaussianPrior, weight_vector, lambda n: average([n, n])])  # fmt: skip
 @pytest.mark.parametrize("network", [{}, nn.Linear], ids=["state dict", "class"])
 def test_what_is_no_network_is_refused(call, network):
-    assert_refused(call, network, says="expected a network (a torch.nn.Module), got", error=TypeError)
+    with pytest.raises(TypeError, match=r"must be of type (\w+\[)?Module\]?, got (list of )?(dict|the class Linear)"):
+        call(network)
 
 
 @pytest.mark.parametrize("call", ON_DATA)
@@ -103,19 +122,54 @@ def test_inputs_that_a_network_does_not_take_are_named(data):
     assert_refused(features_of, a, "0", *data, **says)
     if isinstance(data, list):
         assert_refused(barrier, b, b, data, **says)
-        assert_refused(barrier, b, b, [(X, Y.numpy())], says="targets must be a tensor, got a ndarray")
+        assert_refused(barrier, b, b, [(X, Y.numpy())], says="inputs and labels, got Tensor, ndarray.")
 
 
 def test_other_arguments_of_another_kind_are_named():
     a, b = nn.Linear(3, 2), nn.Linear(4, 2)
     assert_refused(average, None, says="networks must be a list of networks, got a NoneType")
-    assert_refused(average, [a, a], 0.5, says="weights must be a list of numbers, one for each network, got 0.5")
+    assert_refused(average, [a, a], 0.5, says="of type Sequence[float] | None, got float", error=TypeError)
     assert_refused(merge_tensors, "linear", a.state_dict(), says="tensors must be a list of tensors, got a OrderedDict")
     adapter = Adapter({}, {})
     assert_refused(merge_adapters, adapter, says="adapters must be a list of adapters, got a Adapter")
-    assert_refused(merge_adapters, ["folder"], says="expected an adapter, as of Adapter.read(folder)", error=TypeError)
+    assert_refused(merge_adapters, ["folder"], says="Sequence[Adapter], got list of str", error=TypeError)
     assert_refused(adapter.matched, adapter, gauge="free")
     assert_refused(parameter_distance, a, b, says="weight has shape [2, 3] in a, and b has shape [2, 4]")
-    assert_refused(weight_matching, a, a, a, says="expected a symmetry", error=TypeError)
+    assert_refused(weight_matching, a, a, a, says="symmetry of weight_matching must be of type", error=TypeError)
     embedding = nn.Embedding(5, 3)
     assert_refused(trace_symmetry, embedding, torch.tensor([7]), says="ids below its vocabulary size")
+
+
+def test_arguments_of_another_type_are_named_and_what_a_function_raises_itself_stays():
+    a = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    symmetry = trace_symmetry(a, X)
+    for call, says in [
+        (lambda: interpolate(a, a, "half"), "t of interpolate must be of type float, got str"),
+        (lambda: local_dimension(a, symmetry), "symmetry of local_dimension must be of type Symmetry, got Sequential"),
+        (lambda: symmetry.check(a, X, samples="2"), "samples of Symmetry.check must be of type int, got str"),
+        (lambda: CurveNetwork(a, {}), "end of CurveNetwork must be of type Module, got dict"),
+        (lambda: Curve.straight([0.0], X[0]), "start of Curve.straight must be of type Tensor, got list"),
+    ]:
+        assert_refused(call, says=says, error=TypeError)
+    assert_refused(interpolate, a, a, math.nan, says="t must be finite, got nan")
+    assert pickle.loads(pickle.dumps(interpolate)) is interpolate
+
+    def fails(outputs, targets):
+        raise AttributeError("of the user's loss")
+
+    assert_refused(barrier, a, a, [(X, Y)], loss=fails, says="of the user's loss", error=AttributeError)
+
+
+def test_numbers_that_are_not_finite_and_networks_of_others_are_refused():
+    a = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    symmetry, found = trace_symmetry(a, X), factors(a, [(X, Y)])
+    wide = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
+    assert_refused(Evidence.of, wide, found, parameter_groups(a), says="'0.weight' has another size in the factors")
+    assert_refused(local_dimension, symmetry, a, X * math.nan, says="The Jacobian is not finite")
+    assert_refused(local_dimension, symmetry, a, X[:, :2], says="does not run on inputs", error=UnfitInputsError)
+    assert_refused(jacobian_rank, a.requires_grad_(False), X, says="no trainable parameters")
+    nn.init.constant_(a[0].weight, math.nan)
+    for call in (lambda: average([a, a]), lambda: prune_by_magnitude(a, 0.5), lambda: input_jacobians(a, X),
+                 lambda: cross_layer_equalization(symmetry, a)):  # fmt: skip
+        assert_refused(call, says="not finite")
+    assert_refused(MergeConfig.read, "missing.yml", says="there is no file missing.yml", error=FileNotFoundError)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_sym._checks import is_finite
 from lightning_sym._distributed import wide
+from lightning_sym._exports import explained
 from lightning_sym.symmetry.arrays import Floats, Ints, apart, on_axes, together
 from lightning_sym.symmetry.charts import Charts, charted, uncharted
 from lightning_sym.symmetry.elements import Tap
@@ -47,6 +48,7 @@ def _powered(scale: Floats, power: float) -> Floats:
     return powered if power in (2.0, -2.0) else np.sign(scale) * powered
 
 
+@explained
 @dataclass(frozen=True, eq=False)
 class ActivationAction:
     r"""The action of an element on a value inside the network: :math:`v' = A (v + t) + c`.

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lightning_sym._exports import explained
 from lightning_sym.symmetry.group.element import Element
 from lightning_sym.symmetry.group.factor import Draw
 from lightning_sym.symmetry.group.kinds import factors_of
@@ -13,6 +14,7 @@ from lightning_sym.symmetry.group.saved import read_element, write_element
 from lightning_sym.symmetry.solving.structure import Structure
 
 
+@explained
 class ElementGroup:
     """A symmetry group with the operations on its elements.
 
@@ -75,11 +77,8 @@ class ElementGroup:
             shifts: Whether translations are drawn.
 
         Raises:
-            TypeError: If `generator` is neither a generator nor None.
             ValueError: If `scale` is negative or not finite.
         """
-        if not (generator is None or isinstance(generator, torch.Generator)):
-            raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
         if not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale must be a finite number >= 0, got {scale}")
         return self.drawn(Draw(generator, scale, permutations, signs, mixing, shifts))
@@ -144,8 +143,6 @@ class ElementGroup:
 
     def _own(self, *elements: Element) -> None:
         for element in elements:
-            if not isinstance(element, Element):
-                raise TypeError(f"expected an element of this symmetry, got {type(element).__name__}")
             if element.group != self.fingerprint:
                 raise ValueError(
                     "the element belongs to the symmetry of another network; expected one made by this symmetry's "

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import check_batches
 from lightning_sym._distributed import Batches, device_of, ranks, run_on, summed, together, wide
+from lightning_sym.networks.batch_norm import inputs_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry
 from lightning_sym.symmetry.elements import Tap
@@ -110,10 +110,7 @@ class ActivationMoments:
         Raises:
             ValueError: If there is no tensor, or an activation is not finite.
         """
-        images = inputs[0] if isinstance(inputs, list | tuple) and inputs else inputs
-        if not isinstance(images, Tensor):
-            kind = type(inputs).__name__
-            raise ValueError(f"inputs must be a tensor, or a tuple or list that starts with one, got {kind}.")
+        (images,) = inputs_of([inputs])
         if len(images) == 0 or not self._watched:
             return
         ours, theirs = (self._watch(network, images, which) for which, network in enumerate((self._a, self._b)))
@@ -331,9 +328,8 @@ def _moments_of(symmetry: Symmetry, a: nn.Module, b: nn.Module, data: Batches | 
         moments = ActivationMoments(symmetry, a, b)
 
         def run() -> None:
-            check_batches(data)
-            for batch in data:
-                moments.update(batch)  # type: ignore[arg-type]
+            for images in inputs_of(data):
+                moments.update(images)
 
         together(run)
         moments.reduce()

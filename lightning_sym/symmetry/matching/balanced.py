@@ -26,8 +26,6 @@ def check_architecture(symmetry: Symmetry, network: nn.Module, which: str) -> No
     Raises:
         ValueError: If it does not.
     """
-    if not isinstance(symmetry, Symmetry):
-        raise TypeError(f"expected a symmetry (of trace_symmetry) before the networks, got {type(symmetry).__name__}")
     try:
         symmetry.require(network)
     except ValueError as error:

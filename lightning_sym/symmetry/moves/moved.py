@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_sym._checks import not_finite
 from lightning_sym._distributed import on_device_of
 from lightning_sym.networks.modes import evaluating
 from lightning_sym.symmetry.base import Symmetry, unchecked
@@ -64,6 +65,8 @@ def require_weights(symmetry: Symmetry, network: nn.Module, *, check: bool = Tru
         )
     with contextlib.nullcontext() if check else unchecked():
         symmetry.require(network)
+    if broken := not_finite(dict(network.named_parameters())):
+        raise ValueError(f"{broken[0]} holds values that are not finite; expected a network with finite weights.")
 
 
 def norms_of(symmetry: Symmetry) -> Sequence[Norm]:

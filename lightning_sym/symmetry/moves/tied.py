@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sym._checks import check_module
 from lightning_sym.symmetry.tracing.graph.capture import copied
 
 
@@ -31,7 +30,6 @@ def untie(network: nn.Module) -> nn.Module:
         >>> untie(network)[2].weight is network[0].weight
         False
     """
-    check_module(network)
     if not shared_parameters(network):
         raise ValueError(
             "no modules of the network share a parameter, so there is nothing to untie; a parameter that `forward` "

@@ -104,7 +104,8 @@ def test_nothing_is_left_behind_after_an_error(found, where):
         yield batches()[0]
         raise RuntimeError("it breaks")
 
-    assert_refused(lambda: found(network, loader()), says="it breaks", error=RuntimeError)
+    with pytest.raises((RuntimeError, ValueError), match="it breaks"):
+        found(network, loader())
     assert state(network) == before
 
 
@@ -192,7 +193,7 @@ def tied():
     ("make", "words"),
     [
         (changes_its_input, "input of module 'layer' is changed in place"),
-        (lambda: Program(lambda net, x: (net.layer(x), x), {"layer": of(nn.Linear, 4, 3)}), "one tensor, got tuple"),
+        (lambda: Program(lambda net, x: (net.layer(x), x), {"layer": of(nn.Linear, 4, 3)}), "inputs, got tuple"),
         (unused, "'spare' .Linear. has trainable parameters but is not called"),
         (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 3)), r"outputs of shape \[N, K\], got shape"),
     ],

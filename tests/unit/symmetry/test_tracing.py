@@ -148,7 +148,7 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
 @pytest.mark.parametrize(
     "refusal",
     [
-        refused(trace_symmetry, X, mlp(), says="expected a network", error=TypeError),
+        refused(trace_symmetry, X, mlp(), says="network of trace_symmetry must be of type Module", error=TypeError),
         *[refused(trace_symmetry, mlp(), nothing, says="must be a tensor", error=TypeError) for nothing in ("text",
             None, (), [1.0, 2.0], {"x": 1})],
         refused(trace_symmetry, mlp(), torch.empty(0, 5), says="empty"),
@@ -168,9 +168,9 @@ NOISY = program(lambda s, x: s.b(F.dropout(s.a(x))), a=L(5, 500), b=L(500, 3))
         refused(acted_on, mlp(9), says="0.weight; expected shape [8, 5]"),
         refused(acted_on, nn.Sequential(L(5, 8), nn.ReLU()), says="no such tensor: 2.weight"),
         refused(acted_on, nn.Sequential(*mlp(8), L(3, 3)), says="holds 3.weight"),
-        refused(acted_on, X, says="expected a network", error=TypeError),
-        refused(lambda: perceptron().act(mlp(), sampled()), says="expected an element", error=TypeError),
-        refused(sampled, 0, says="generator must be", error=TypeError),
+        refused(acted_on, X, says="must be of type Module, got Tensor", error=TypeError),
+        refused(lambda: perceptron().act(mlp(), sampled()), says="must be of type Element", error=TypeError),
+        refused(sampled, 0, says="generator of ElementGroup.sample must be", error=TypeError),
         *[refused(sampled, scale=scale) for scale in (-1.0, math.nan, math.inf)],
         *[refused(register_rule, what, says="a rule belongs to", error=TypeError) for what in (torch.relu, "relu",
             nn.ReLU(), 3)],

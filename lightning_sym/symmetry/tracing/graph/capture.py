@@ -26,7 +26,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
-from lightning_sym._checks import UnfitInputsError, check_module
+from lightning_sym._checks import UnfitInputsError
 from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import attributes_kept
 from lightning_sym.symmetry.charts import Chart, Piece
@@ -297,7 +297,6 @@ def copied(network: M, made: dict[int, Any] | None = None) -> M:
     Raises:
         TypeError: If the network holds an object that cannot be copied.
     """
-    check_module(network)
     made = {} if made is None else made
     # Tensors that modules keep from a forward pass (a pruned weight) belong to an autograd graph and cannot be
     # deep-copied.
