@@ -95,6 +95,22 @@ OUTER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda a, b: torch.einsum("bi,bj->bij", a, b).reshape(len(a), 6),
     "bmm": lambda a, b: torch.bmm(a[:, :, None], b[:, None]).view(-1, 6),
 }
+WIDTHS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "widths": lambda x, c, w: ((x[:, None] - c).norm(dim=-1) / w) ** 2,
+    "squares": lambda x, c, w: (x.unsqueeze(1) - c.unsqueeze(0)).pow(2).sum(-1) / w**2,
+}
+CROSSED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sum": lambda x, h, b: x * (h + b) + x,
+    "one plus": lambda x, h, b: x * (h + b + 1),
+}
+KERNEL_GAINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "multiple": lambda h, g: h * (2 * g + 3),
+    "factor behind": lambda h, g: h * (g + 1.5) * 2,
+}
+ROW_KERNELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "image": lambda h, w: F.conv2d(h[:, None], w).squeeze(3),
+    "steps": lambda h, w: F.conv1d(h.mT, w[:, 0].mT),
+}
 SAMPLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grid": lambda p, x: F.grid_sample(p[None], x[None, None], align_corners=False)[0, :, 0].T,
     "rows": lambda p, x: F.grid_sample(p[None], x[None, :, None], align_corners=False)[0, :, :, 0].mT,
@@ -484,6 +500,16 @@ TABLES: dict[str, Function] = {
         samples=60),
     "relative keys at distances": Function({"q": of(L, 7, 4), "k": of(L, 7, 4), "v": of(L, 7, 4), "o": of(L, 4, 5),
         "r": of(L, 3, 4), "t": parameter(7, 3)}, steps(7, 4), 40, each(RELATIVE, relative), samples=60),
+    "radial functions with widths": Function({"c": parameter(5, 4), "w": parameter(5), "o": of(L, 5, 7)},
+        two_inputs(4), 0, each(WIDTHS, lambda own: lambda s, x: s.o(torch.exp(-own(x, s.c, s.w)))), samples=60),
+    "cross layer of inputs": Function({"w": of(L, 4, 4, bias=False), "b": parameter(4), "o": of(L, 4, 5)},
+        two_inputs(4), 4, each(CROSSED, lambda own: lambda s, x: torch.tanh(s.o(own(x, s.w(x), s.b)))), samples=60),
+    "gains that kernels make": Function({"i": of(nn.Conv1d, 3, 4, 1, bias=False), "g": of(nn.Conv1d, 3, 4, 3,
+        padding=1), "o": of(nn.Conv1d, 4, 5, 1)}, steps(6, 3), 4,
+        each(KERNEL_GAINS, lambda own: lambda s, x: s.o(torch.tanh(own(s.i(x), s.g(x))))), samples=40),
+    "kernels as long as a row": Function({"e": of(L, 5, 3), "w": parameter(4, 1, 2, 3), "o": of(L, 4, 5)},
+        steps(5, 4), 13, each(ROW_KERNELS, lambda own: lambda s, x: s.o(F.leaky_relu(own(s.e(x), s.w)).mean(2))),
+        samples=60),
     "sampled table": Function({"p": parameter(2, 3, 3), "o": of(L, 2, 3)}, places, 4,
         each(SAMPLED, lambda own: lambda s, x: s.o(own(s.p, x))), samples=40),
 }  # fmt: skip

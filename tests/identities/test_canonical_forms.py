@@ -487,3 +487,15 @@ def test_shifts_that_do_not_settle_are_no_canonical_form(monkeypatch):
     found = canonicalize(symmetry, network)
     assert not found.converged
     assert any("shifts and all else were found to" in note for note in found.notes)
+
+
+def test_sign_of_a_number() -> None:
+    """A parameter without axes has a sign where only its size is read (Gabor wavelets)."""
+    forward = lambda s, x: s.o(torch.cos(s.f * s.a(x)) * torch.exp(-((s.w * s.a(x)) ** 2)))  # noqa: E731
+    number = lambda: nn.Parameter(torch.tensor(0.7))  # noqa: E731
+    network = Program(forward, {"a": of(nn.Linear, 5, 3), "o": of(nn.Linear, 3, 4), "f": number, "w": number}).double()
+    symmetry = trace_symmetry(network, torch.randn(9, 5, dtype=torch.float64), nullity=False)
+    assert symmetry.signs == 5
+    assert_members_have_one_form(symmetry, network, EXACT, seeds=range(3))
+    member = symmetry.act(drawn(symmetry, 0), network)
+    assert orbit_distance(symmetry, network, member).upper < 1e-7

@@ -179,6 +179,8 @@ LOOKALIKES: dict[str, tuple[str, Callable[..., Tensor]]] = {
         s.a(x), s.b(y), s.c(z)) * (s.a(x) * s.b(y) * s.c(z)).sum(-1, keepdim=True))),
     "factors times weights": ("products of each two", lambda s, x, y, z: s.o(of_each_two(scalar_product)(
         s.a(x) * s.o.weight[0], s.b(y) * s.o.weight[1], s.c(z) * s.o.weight[2]))),
+    "imaginary part of a sum": ("layer of low rank added", lambda s, x: s.o(torch.tanh((lambda z: z.real - z.imag**2)(
+        x.to(torch.complex128) @ (s.w + 1j * (s.b @ s.a)).T)))),
     "counts that are cut": ("bag of embeddings", lambda s, i: s.b(
         F.one_hot(i, 9).sum(1).clamp(max=1).to(s.e.weight) @ s.e.weight)),
 }  # fmt: skip

@@ -142,7 +142,7 @@ class Plan:
         by_name: dict[str, list[Slot]] = {}
         for slot in structure.slots:
             acts = self.forms[slot.rows].nnz > 0 or (slot.unit >= 0).any()
-            if slot.tensor in parameters and slot.axes and acts:
+            if slot.tensor in parameters and acts:
                 by_name.setdefault(slot.tensor, []).append(slot)
                 self.parameter[slot.rows] = slot.tensor not in shifted
         self.tensors = {name: sorted(slots, key=lambda slot: len(slot.axes)) for name, slots in by_name.items()}

@@ -102,7 +102,7 @@ class _SignChoice:
         for name, slots in self.plan.tensors.items() if self.pending.any() else ():
             for slot in slots:
                 hits = self.forms[slot.rows].multiply(self.pending[None, :]).tocoo()
-                if hits.nnz and (len(slot.axes) == 1 or slot.of_stack):
+                if hits.nnz and (len(slot.axes) < 2 or slot.of_stack):
                     sizes = np.moveaxis(abs(self.gauged.weight(name)), slot.axes, range(len(slot.axes)))
                     np.maximum.at(bound, hits.col, sizes.reshape(slot.size, -1).max(1, initial=0)[hits.row])
         return bound
@@ -144,7 +144,7 @@ class _SignChoice:
         read = (slot.tensor for slot in self.plan.slots if self.plan.parameter[slot.rows].any())
         for name in dict.fromkeys(read) if self.pending.any() else ():
             weight = abs(self.gauged.weight(name))
-            slots = [slot for slot in self.plan.tensors[name] if len(slot.axes) == 1 or slot.of_stack]
+            slots = [slot for slot in self.plan.tensors[name] if len(slot.axes) < 2 or slot.of_stack]
             count = sum((_spread(unknown, slot, weight.ndim) for slot in slots), np.zeros(weight.shape))
             if (odd(count) & (weight > NOTHING)).any():
                 return None
@@ -204,7 +204,7 @@ class _SignChoice:
             value = self.gauged.weight(name)
             for slot in self.plan.tensors[name]:
                 single = np.flatnonzero(unknown[slot.rows] == 1)
-                if not (len(slot.axes) == 1 or slot.of_stack) or not len(single):
+                if not (len(slot.axes) < 2 or slot.of_stack) or not len(single):
                     continue
                 hits = self.forms[slot.offset + single].multiply(self.pending[None, :]).tocsr()
                 hits.eliminate_zeros()

@@ -76,6 +76,8 @@ def _functions(system: System, constants: Constants) -> Iterator[_Function]:
     for node in reversed(constants.capture.graph.nodes):
         if name_of(node) not in _JOINING or node in taken or not _is_of_weights(node, states):
             continue
+        if node.meta["val"].is_complex():  # a real weight absorbs no imaginary part
+            continue
         terms = [*_terms(node)]
         taken |= {own for own in ancestors(node) if name_of(own) in _JOINING}
         whole = [(own, sign) for own, sign in terms

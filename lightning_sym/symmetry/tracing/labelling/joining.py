@@ -138,8 +138,13 @@ class Joining(Placing):
             if alone is not None:
                 inverted = product and divide
                 result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
-        for scales in [beside] if not (one.labels and two.labels) else [[own] for own in beside]:
+        alone_only = not (one.labels and two.labels)
+        for scales in [beside] if alone_only else [[own] for own in beside]:
             self.constraints.fix_product(scales)
+        if alone_only and len(beside) > len(result) > 0:  # some axes lose the labels that make the product 1
+            fixed = self.constraints.fresh_scales(())
+            self.constraints.fix_scales(fixed)
+            result = [own.scaled_by(np.full(own.scale.shape, fixed)) for own in result]
         return self.disjoint(Value(shape, tuple(self.lent(result) if product else result)))
 
     def _on_one_axis(self, value: Value, other: Value, rank: int) -> Value:

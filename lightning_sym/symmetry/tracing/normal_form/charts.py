@@ -229,19 +229,21 @@ def _multiple(r: Rewriter, item: object) -> float | None:
 
 
 def read_behind_layers(r: Rewriter) -> None:
-    """Let a layer's bias b represent 1 + b for outputs v that are read only as 1 + v.
+    """Let a layer's bias b represent n + b for outputs v that are read only as n + v, or as multiples c (n + v).
 
-    Factors of 1 + v then scale these rows of the layer. Example: conditional scales of norms.
+    Factors of n + v then scale these rows of the layer. Example: conditional scales of norms.
     """
     for node in list(r.graph.nodes):
-        bias = argument(node, 2, "bias") if r.name(node) == "linear" else None
+        layer = r.name(node) in {"linear"} | operations(Trait.CONVOLVE)
+        bias = argument(node, 2, "bias") if layer else None
+        if r.name(node) == "add":  # a bias that is added by hand
+            bias = next((own for own in node.args[1::-1] if own in r.capture.states and len(r.shape(own)) == 1), None)
         name = r.capture.states.get(bias) if isinstance(bias, fx.Node) else None
         if bias is None or name is None or list(bias.users) != [node] or name in r.capture.charts:
             continue
-        offsets = _Offsets(r, r.shape(node)[-1])
-        if not offsets.is_added_to(node) or not offsets.follow(
-            node, torch.arange(r.shape(node)[-1]).expand(r.shape(node))
-        ):
+        (size,), behind = r.shape(bias), len(r.shape(node.args[1])) - 2 if layer else 0
+        places, offsets = torch.arange(size).reshape(size, *[1] * behind).expand(r.shape(node)), _Offsets(r, size)
+        if not offsets.is_added_to(node) or not offsets.follow(node, places):
             continue
         numbers = offsets.numbers.nan_to_num().tolist()
         if not any(numbers):
@@ -274,37 +276,41 @@ class _Offsets:
         left = [value]
         for own in left:
             for user in own.users:
-                if user.target is operator.getitem or self._moves(user, own):
+                if user.target is operator.getitem or self._moves(user, own) or number_of(self.r, user):
                     left.append(user)
                 elif bool((self._added(user, own) != 0).any()):
                     return True
         return False
 
-    def follow(self, value: fx.Node, places: Any) -> bool:
+    def follow(self, value: fx.Node, places: Any, factor: float = 1.0) -> bool:
         """Collect the numbers that readers of a value add; return False if an output is read with several numbers.
 
         Args:
             value: The value, or a list of values.
             places: The output index of each of its elements.
+            factor: The number that multiplies outputs in the value.
         """
         self.passed.add(value)
         for user in value.users:
             if isinstance(places, (list, tuple)):
                 item: Any = user.args[1] if user.target is operator.getitem else None
-                if item is None or not self.follow(user, places[item]):
+                if item is None or not self.follow(user, places[item], factor):
                     return False
             elif self._moves(user, value):
-                if (after := moved(user, places)) is None or not self.follow(user, after):
+                if (after := moved(user, places)) is None or not self.follow(user, after, factor):
                     return False
-            elif not self._read(user, value, places):
+            elif by := number_of(self.r, user):
+                if not self.follow(user, places, factor * by):
+                    return False
+            elif not self._read(user, value, places, factor):
                 return False
         return True
 
     def _moves(self, user: fx.Node, value: fx.Node) -> bool:
         return self.r.name(user) in operations(Trait.MOVE) and user.all_input_nodes == [value] and user.args[0] is value
 
-    def _read(self, user: fx.Node, value: fx.Node, places: Tensor) -> bool:
-        number = self._added(user, value).expand(places.shape)
+    def _read(self, user: fx.Node, value: fx.Node, places: Tensor, factor: float) -> bool:
+        number = self._added(user, value).expand(places.shape) / factor
         if bool((number != 0).any()):
             self.sums.append((user, value))
         known = self.numbers[places]

@@ -493,7 +493,7 @@ def einsum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite convolutions of width 1 with a matrix that received further axes."""
+    """Rewrite convolutions of width 1 with a matrix that received further axes, and kernels as long as an axis."""
     value, weight, bias, stride, padding, _, groups = (
         argument(node, at, name, default)
         for at, (name, default) in enumerate(
@@ -510,7 +510,14 @@ def narrow_convolution(r: Rewriter, node: fx.Node) -> fx.Node | None:
     )
     count = int(r.name(node)[4])
     channel = len(r.shape(value)) - count - 1
-    plain = groups == 1 and set(stride) <= {1} and not isinstance(padding, str) and set(padding) <= {0}
+    zero = groups == 1 and not isinstance(padding, str)
+    for at in range(count) if zero and r.shape(weight)[1] == 1 else ():
+        # A kernel as long as an axis of its only channel: the places on this axis are channels (TextCNN).
+        if r.shape(weight)[2 + at] == r.shape(value)[channel + 1 + at] > 1 and padding[at % len(padding)] == 0:
+            turned = r.insert(aten.transpose.int, value, channel, channel + 1 + at)
+            kernel = r.insert(aten.transpose.int, weight, 1, 2 + at)
+            return r.insert(node.target, turned, kernel, *node.args[2:], **node.kwargs)
+    plain = zero and set(stride) <= {1} and set(padding) <= {0}
     if not plain or r.made_of(weight) != "weights" or set(r.shape(weight)[2:]) != {1} or weight in r.capture.states:
         return None
     letters = string.ascii_lowercase[: channel + 1 + count]

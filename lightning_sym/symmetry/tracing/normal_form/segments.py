@@ -45,6 +45,7 @@ def spread_edges(r: Rewriter) -> int:
             totals[new] = total
             r.replace(node, new)
             changes += 1
+    r.erase_unread()  # values of sums that stay as they are
     return changes
 
 
