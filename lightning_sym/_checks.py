@@ -194,7 +194,10 @@ def is_batch(given: object) -> TypeGuard[Tensor]:
 def check_pair(batch: object) -> None:
     """Raise ``ValueError`` unless a batch begins with two tensors."""
     if not isinstance(batch, list | tuple) or len(batch) < 2 or not all(map(is_batch, batch[:2])):
-        kinds = [type(own).__name__ for own in batch] if isinstance(batch, list | tuple) else [type(batch).__name__]
+        parts = batch if isinstance(batch, list | tuple) else [batch]
+        kinds = [
+            "a tensor without rows" if isinstance(own, Tensor) and not own.ndim else type(own).__name__ for own in parts
+        ]
         raise ValueError(f"data must be pairs of tensors, inputs and labels, got {', '.join(kinds)}.")
 
 

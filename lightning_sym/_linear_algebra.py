@@ -2,7 +2,6 @@
 
 import math
 
-import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -60,6 +59,8 @@ def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     try:
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        import scipy.linalg  # when needed: a package loads in a fraction of the time without
+
         found = scipy.linalg.svd(matrix.detach().cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
         left, values, right = (torch.from_numpy(own).to(matrix) for own in found)
     return left, values, right

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._checks import as_list, check_batches, check_integers, check_numbers, check_pair
+from lightning_sym._checks import check_batches, check_integers, check_numbers, check_pair
 from lightning_sym._distributed import Batches, gathered, run_on
 from lightning_sym._exports import explained
 from lightning_sym.connectivity.interpolation import LabelledBatches
@@ -143,10 +143,11 @@ def log_probabilities(
     Note:
         Takes ``8 M N C`` bytes.
     """
-    networks = as_list("networks", networks)
+    if isinstance(networks, nn.Module) and not isinstance(networks, nn.ModuleList):  # a Sequential has many layers
+        raise ValueError(f"networks must be several networks, got one {type(networks).__name__}; pass a list.")
     check_batches(batches, "batches")
     found: list[Tensor] = []
-    labels = torch.zeros(0)
+    labels = None
     for network in networks:
         if recalibration_data is not None and batch_norms(network):
             recalibrate_batch_norm(network, recalibration_data)
@@ -154,7 +155,7 @@ def log_probabilities(
             rows = [_predicted(network, batch) for batch in batches]
         own = torch.cat([target for _, target in rows]) if rows else torch.zeros(0, dtype=torch.int64)
         found.append(torch.cat([row for row, _ in rows]) if rows else torch.zeros(0, 1, dtype=torch.float64))
-        if len(found) > 1 and not torch.equal(labels, own):
+        if labels is not None and not torch.equal(labels, own):
             raise ValueError(
                 "The data change between passes; pass a list, or a loader that neither shuffles nor drops samples."
             )
@@ -163,6 +164,8 @@ def log_probabilities(
                 f"Networks of an ensemble must have the same classes, got {found[0].shape[1]} and {found[-1].shape[1]}."
             )
         labels = own
+    if labels is None:
+        raise ValueError("networks must have at least one network, got none.")
     return torch.stack(found), labels
 
 

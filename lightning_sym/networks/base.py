@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_sym._checks import check_known, check_seeds, height_width
+from lightning_sym._checks import check_integers, check_known, height_width
 from lightning_sym._random import seeded
 from lightning_sym.networks.cuts import TracedNetwork, crossing_nodes, cut, lower_half, trace, upper_half, with_values
 from lightning_sym.networks.narrowing import KEPT, kept_as_json, narrowed
@@ -518,7 +518,7 @@ def _drawn(seed: int, make: Callable[[], M]) -> M:
 
     Lightning makes an accelerator the default device in ``configure_model``, and random numbers differ between devices.
     """
-    check_seeds(seed=seed)
+    check_integers(0, seed=seed)
     with seeded(seed), torch.device("cpu"):
         made = make()
     return made.to(torch.get_default_device())

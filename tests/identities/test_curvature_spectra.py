@@ -774,7 +774,7 @@ MATRIX = MatrixOperator(torch.diag(torch.arange(100.0)))
         refused(operator_of, network=frozen(), says="requires gradients"),
         refused(operator_of, loss=nn.CrossEntropyLoss(reduction="sum"), says="reduction='sum'"),
         refused(operator_of, loss=lambda a, b: F.cross_entropy(a, b, reduction="sum"), says="divide sums"),
-        refused(operator_of, loss=lambda a, b: F.cross_entropy(a, b, reduction="none"), says="scalar"),
+        refused(operator_of, loss=lambda a, b: F.cross_entropy(a, b, reduction="none"), says="one number"),
         refused(operator_of, parameters=["0.wieght"], says="0.weight"),
         refused(operator_of, parameters=[], says="at least one"),
         refused(operator_of, kind="fisher", says="gauss_newton"),

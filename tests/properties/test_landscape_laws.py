@@ -541,7 +541,7 @@ def infinite(value: float, name: str) -> nn.Module:
         refused(operator_of, data=(X / 0, Y), says="outputs are not finite", error=NonFiniteError),
         refused(operator_of, network=infinite(math.inf, "mask"), says="'mask'", error=NonFiniteError),
         refused(operator_of, network=infinite(math.nan, "mask"), says="'mask'", error=NonFiniteError),
-        refused(operator_of, data=[(X[:1], torch.tensor(1))], says="a row for each of the 1 inputs"),
+        refused(operator_of, data=[(X[:1], torch.tensor(1))], says="got Tensor, a tensor without rows"),
         refused(operator_of, data=(X, Y[:2]), says="a row for each of the 4 inputs"),
         refused(lambda: operator_of() @ torch.zeros(20, 0), says="[20, 0]"),
         refused(chains_of, loss=WEIGHTED, says="without class weights"),

@@ -245,7 +245,7 @@ counter = iter(range(1000))
     [
         ("rellu", ValueError, "Did you mean 'relu'"),
         ("polynomial(0)", ValueError, "polynomial needs an integer degree >= 1"),
-        (3, TypeError, "module, name or function from tensor to tensor, got int"),
+        (3, TypeError, "function from tensor to tensor, got int"),
         (None, TypeError, "got NoneType"),
         (nn.ReLU, TypeError, "got the class ReLU; pass an instance"),
         (nn.LeakyReLU(math.nan), ValueError, "slope of LeakyReLU must be finite"),
