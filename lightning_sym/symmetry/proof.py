@@ -241,7 +241,7 @@ def runs(network: nn.Module, calls: Iterable[Call]) -> bool:
 def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, thrifty: bool = False) -> list[Call]:
     """Return inputs to test a network on: the example's first samples, and others with noise around the first.
 
-    One sample may be a special point: zeros, padding, dead units.
+    One sample may be a special point: zeros, padding, dead units. The example is alone if noise cannot be added.
 
     Args:
         network: Decides, by an error, whether a batch of another size than the example's can be had.
@@ -268,7 +268,8 @@ def batches_of(network: nn.Module, inputs: Call, generator: torch.Generator, *, 
             pass
         else:
             return batches
-    return [inputs, noisy(inputs, generator)]
+    around = noisy(inputs, generator)
+    return [inputs, around] if runs(network, [around]) else [inputs]  # some numbers may be places in a table
 
 
 def change(
