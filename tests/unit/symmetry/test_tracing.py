@@ -1077,7 +1077,7 @@ def test_what_a_module_caches_in_a_dictionary_is_as_it_was_before() -> None:
 
 def test_an_example_to_which_noise_cannot_be_added_is_tested_alone() -> None:
     """The rows of an adjacency matrix are counted, and the numbers are places in a table."""
-    network = program(lambda s, x, a: s.b(torch.relu(s.a(x) + s.t(a.sum(1).long()))), a=lambda: L(4, 3),
+    network = program(lambda s, x, a: s.b(torch.relu(s.a(x.view(6, 4)) + s.t(a.sum(1).long()))), a=lambda: L(4, 3),
         t=lambda: nn.Embedding(6, 3), b=lambda: L(3, 2)).double()  # fmt: skip
-    inputs = torch.randn(6, 4, dtype=torch.float64), torch.ones(6, 5, dtype=torch.float64)
+    inputs = torch.randn(6, 4, dtype=torch.float64), 5.9 * torch.eye(6, dtype=torch.float64)
     assert trace_symmetry(network, inputs, nullity=False).scales == 3
