@@ -37,15 +37,9 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     while r.name(total) in _MOVES and isinstance(total, fx.Node):
         way.append(total)
         total = total.args[0]
-    logits = _logits(r, total.args[0]) if r.name(total) == "matmul" else None  # type: ignore[union-attr]
-    if not _is_sum(r, count) or (logits is None and not is_data(r, count)):
+    if not _is_sum(r, count) or not is_data(r, count):
         return None
-    if logits is not None:
-        weights, values = total.args  # type: ignore[union-attr]
-        if not _sums_to_one(r, node, total, weights):  # type: ignore[arg-type]
-            return None
-        mean = r.insert(aten.matmul.default, r.insert(aten.softmax.int, logits, -1), values)
-    elif (found := _scattered_mean(r, node, total, count)) is not None:
+    if (found := _scattered_mean(r, node, total, count)) is not None:
         mean = found
     elif r.name(total) == "matmul":
         weights, values = total.args  # type: ignore[union-attr]
@@ -63,20 +57,6 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     for step in reversed(way):
         mean = r.insert(step.target, mean, *step.args[1:], **step.kwargs)
     return mean
-
-
-def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
-    """Return the logarithms of weights that are exponentials; None if they are not."""
-    way: list[fx.Node] = []
-    while r.name(weights) in _MOVES and isinstance(weights, fx.Node):
-        way.append(weights)
-        weights = weights.args[0]
-    if r.name(weights) != "exp":
-        return None
-    logits = weights.args[0]
-    for step in reversed(way):
-        logits = r.insert(step.target, logits, *step.args[1:], **step.kwargs)
-    return logits  # type: ignore[no-any-return]
 
 
 def _shares(r: Rewriter, weights: fx.Node, axis: int) -> fx.Node:
@@ -243,12 +223,6 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
     if not alike or summed.axis != 0 or size * terms > _MOST or len(shape) > 2:
         return None
     weights, values = _indicators(r, summed.places, size, summed.values), summed.values
-    if (rows := _rows(r, values)) is not None:  # gathered by another index
-        source, index = rows
-        taken = _indicators(r, index, r.shape(source)[0], values)
-        if size * r.shape(source)[0] > _MOST or terms * r.shape(source)[0] > _MOST:
-            return None
-        weights, values = r.insert(aten.matmul.default, weights, r.insert(aten.permute.default, taken, [1, 0])), source
     return r.insert(aten.matmul.default, _shares(r, weights, -1), values)
 
 
@@ -257,16 +231,3 @@ def _indicators(r: Rewriter, index: fx.Node, size: int, like: fx.Node) -> fx.Nod
     kind, device = like.meta["val"].dtype, like.meta["val"].device
     places = reshaped(r, r.insert(aten.arange.default, size, dtype=torch.int64, device=device), [size, 1])
     return r.insert(aten.to.dtype, r.insert(aten.eq.Tensor, places, index), kind)
-
-
-def _rows(r: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (source, index) if a value consists of rows of a source at an index; else None."""
-    if r.name(node) == "index":
-        places: Any = node.args[1]
-        index = places[0] if len(places) == 1 else None
-    else:
-        index = node.args[2] if r.name(node) == "index_select" and node.args[1] == 0 else None
-    source = node.args[0] if isinstance(index, fx.Node) else None
-    if not isinstance(source, fx.Node) or not isinstance(index, fx.Node) or r.made_of(index) != "inputs":
-        return None
-    return (source, index) if index.meta["val"].dtype == torch.int64 and len(r.shape(index)) == 1 else None

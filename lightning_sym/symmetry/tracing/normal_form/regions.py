@@ -21,7 +21,6 @@ from lightning_sym.symmetry.tracing.graph.running import (
     Step,
     is_plain_operation,
     moved_by,
-    run_step,
     run_steps,
 )
 from lightning_sym.symmetry.tracing.normal_form.contractions import permuted, reshaped
@@ -35,7 +34,6 @@ _SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | T
 _LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # failed starting values per region
-_LOW = -1e3  # masked logits; their exponentials are negligible
 
 
 def recognise(rewriter: Rewriter) -> int:
@@ -262,8 +260,6 @@ class _Recogniser:
 
     def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> bool:
         """Whether a region already is a single operation."""
-        if found.masked:
-            return self._masked(region, start, steps, put=False) is None
         names = [self.rewriter.name(step.node) for step in steps]
         told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
         known = [step.args[0] for step, name in zip(steps, names, strict=True) if name in told]
@@ -275,8 +271,6 @@ class _Recogniser:
         insert = self.rewriter.insert
         if found.kind in ("softmax", "log_softmax"):
             target = aten.softmax.int if found.kind == "softmax" else aten.log_softmax.int
-            if found.masked:
-                start = self._masked(region, start, steps, put=True) or start
             node = insert(target, start, found.axes[0])
         else:
             node = self._normed(start, found)
@@ -307,38 +301,6 @@ class _Recogniser:
 
     def _scaled(self, node: fx.Node, found: Measured) -> fx.Node:
         return node if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, node, found.factor)
-
-    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[Step], *, put: bool) -> fx.Node | None:
-        """Return the logits of a masked softmax, with very low numbers at masked entries.
-
-        Args:
-            region: The region.
-            start: The region's input value.
-            steps: The operations between.
-            put: Whether to insert missing logits, rather than only return their source.
-
-        Returns:
-            The logits, or a constant that determines them; None if neither exists.
-        """
-        numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
-        shown = self._run(region, start, steps, numbers) != 0
-        for step in steps:
-            others = [node for node in step.node.all_input_nodes if self.rewriter.made_of(node) == "constants"]
-            if self.rewriter.name(step.node) == "mul" and len(others) == 1:
-                value = self.constants(others[0]).double().broadcast_to(shown.shape)
-                if torch.equal(value, shown.double()):
-                    if not put:
-                        return others[0]
-                    low = self.rewriter.insert(
-                        aten.log.default, self.rewriter.insert(aten.to.dtype, others[0], _dtype(start))
-                    )
-                    return self.rewriter.insert(aten.add.Tensor, start, low)
-            elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
-                value = run_step(step, lambda node: numbers if node is start else self.constants(node))
-                hides = isinstance(value, Tensor) and torch.equal(value < _LOW, ~shown)
-                if hides and torch.equal(value, numbers.where(shown, value)):
-                    return step.node
-        return None
 
 
 def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple[int, ...]]:
