@@ -37,9 +37,15 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     while r.name(total) in _MOVES and isinstance(total, fx.Node):
         way.append(total)
         total = total.args[0]
-    if not _is_sum(r, count) or not is_data(r, count):
+    logits = _logits(r, total.args[0]) if r.name(total) == "matmul" else None  # type: ignore[union-attr]
+    if not _is_sum(r, count) or (logits is None and not is_data(r, count)):
         return None
-    if (found := _scattered_mean(r, node, total, count)) is not None:
+    if logits is not None:
+        weights, values = total.args  # type: ignore[union-attr]
+        if not _sums_to_one(r, node, total, weights):  # type: ignore[arg-type]
+            return None
+        mean = r.insert(aten.matmul.default, r.insert(aten.softmax.int, logits, -1), values)
+    elif (found := _scattered_mean(r, node, total, count)) is not None:
         mean = found
     elif r.name(total) == "matmul":
         weights, values = total.args  # type: ignore[union-attr]
@@ -51,6 +57,20 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
     for step in reversed(way):
         mean = r.insert(step.target, mean, *step.args[1:], **step.kwargs)
     return mean
+
+
+def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
+    """Return the logarithms of weights that are exponentials; None if they are not."""
+    way: list[fx.Node] = []
+    while r.name(weights) in _MOVES and isinstance(weights, fx.Node):
+        way.append(weights)
+        weights = weights.args[0]
+    if r.name(weights) != "exp":
+        return None
+    logits = weights.args[0]
+    for step in reversed(way):
+        logits = r.insert(step.target, logits, *step.args[1:], **step.kwargs)
+    return logits  # type: ignore[no-any-return]
 
 
 def _shares(r: Rewriter, weights: fx.Node) -> fx.Node:
