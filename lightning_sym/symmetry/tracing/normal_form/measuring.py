@@ -28,6 +28,7 @@ class Measured:
         split: An axis that is reduced in blocks, and the block size; None if there is none.
         factor: A number that multiplies the result.
         eps: The number added to the variance or mean square.
+        masked: Whether a constant multiplies some exponentials of a softmax by zero.
         exact: Whether the function is this norm. Otherwise it is the value times another function of its size, which
             rotations preserve as well.
     """
@@ -37,6 +38,7 @@ class Measured:
     split: tuple[int, int] | None = None
     factor: float = 1.0
     eps: float = 0.0
+    masked: bool = False
     exact: bool = True
 
 
@@ -55,6 +57,11 @@ def measured(function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Me
     result = function(numbers)
     if not bool(result.isfinite().all()):
         return None
+    hidden = result == 0
+    if bool(hidden.any()):
+        low = numbers.masked_fill(hidden, -math.inf)
+        axis = next((axis for axis in range(len(shape)) if is_close(result, low.softmax(axis))), None)
+        return None if axis is None else Measured("softmax", (axis,), masked=True)
     found = _seen_by_one(function, numbers, result)
     if found is None:
         return None

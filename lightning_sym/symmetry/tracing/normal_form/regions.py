@@ -202,6 +202,8 @@ class _Recogniser:
 
     def _is_plain(self, region: _Region, found: Measured, start: fx.Node, steps: Sequence[Step]) -> bool:
         """Whether a region already is a single operation."""
+        if found.masked:
+            return self._masked(region, start, steps, put=False) is None
         names = [self.rewriter.name(step.node) for step in steps]
         told = {"layer": ("layer_norm",), "rms": ("rms_norm",)}.get(found.kind, (found.kind, f"_{found.kind}"))
         known = [step.args[0] for step, name in zip(steps, names, strict=True) if name in told]
@@ -213,6 +215,8 @@ class _Recogniser:
         insert = self.rewriter.insert
         if found.kind in ("softmax", "log_softmax"):
             target = aten.softmax.int if found.kind == "softmax" else aten.log_softmax.int
+            if found.masked:
+                start = self._masked(region, start, steps, put=True) or start
             node = insert(target, start, found.axes[0])
         else:
             node = self._normed(start, found)
@@ -243,6 +247,33 @@ class _Recogniser:
 
     def _scaled(self, node: fx.Node, found: Measured) -> fx.Node:
         return node if found.factor == 1 else self.rewriter.insert(aten.mul.Tensor, node, found.factor)
+
+    def _masked(self, region: _Region, start: fx.Node, steps: Sequence[Step], *, put: bool) -> fx.Node | None:
+        """Return the logits of a masked softmax, with very low numbers at masked entries.
+
+        Args:
+            region: The region.
+            start: The region's input value.
+            steps: The operations between.
+            put: Whether to insert missing logits, rather than only return their source.
+
+        Returns:
+            The logits, or a constant that determines them; None if no operation multiplies by the mask.
+        """
+        numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
+        shown = self._run(region, start, steps, numbers) != 0
+        for step in steps:
+            others = [node for node in step.node.all_input_nodes if self.rewriter.made_of(node) == "constants"]
+            if self.rewriter.name(step.node) == "mul" and len(others) == 1:
+                value = self.constants(others[0]).double().broadcast_to(shown.shape)
+                if torch.equal(value, shown.double()):
+                    if not put:
+                        return others[0]
+                    low = self.rewriter.insert(
+                        aten.log.default, self.rewriter.insert(aten.to.dtype, others[0], _dtype(start))
+                    )
+                    return self.rewriter.insert(aten.add.Tensor, start, low)
+        return None
 
 
 def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple[int, ...]]:
