@@ -1081,3 +1081,21 @@ def test_an_example_to_which_noise_cannot_be_added_is_tested_alone() -> None:
         t=lambda: nn.Embedding(6, 3), b=lambda: L(3, 2)).double()  # fmt: skip
     inputs = torch.randn(6, 4, dtype=torch.float64), 5.9 * torch.eye(6, dtype=torch.float64)
     assert trace_symmetry(network, inputs, nullity=False).scales == 3
+
+
+@pytest.mark.parametrize("spelling", ["number", "tensor", "ones"])
+def test_reciprocals_are_not_linear(spelling: str) -> None:
+    one: dict[str, Callable[[Tensor], Any]] = {
+        "number": lambda _: 1.0,
+        "tensor": lambda h: torch.tensor(1.0, dtype=h.dtype),
+        "ones": torch.ones_like,
+    }
+    network = program(lambda s, x: s.b(one[spelling](h := s.a(x)) / h), a=lambda: L(6, 4), b=lambda: L(4, 3)).double()
+    symmetry = trace_symmetry(network, torch.randn(5, 6, dtype=torch.float64), nullity=False)
+    assert (symmetry.dimension, symmetry.scales, symmetry.signs) == (4, 4, 4)
+
+
+def test_statistics_that_are_rows_of_a_table_are_fixed() -> None:
+    network = program(lambda s, x: s.b(F.batch_norm(s.a(x), s.t[0], s.t[1].exp())), a=lambda: L(6, 4),
+        t=lambda: nn.Parameter(torch.randn(2, 4)), b=lambda: L(4, 3)).double()  # fmt: skip
+    assert trace_symmetry(network, torch.randn(5, 6, dtype=torch.float64), nullity=False).dimension == 4

@@ -135,9 +135,11 @@ class Joining(Placing):
             result.append(joined.scaled_by(scale))
         for label in left:
             alone = self._alone(label, one, shape, product, beside, number=added)
+            if alone is not None and product and divide:  # reciprocals are not linear
+                self.constraints.restrict(alone)
+                alone = alone.scaled_by(self.constraints.product((alone.scale, -1.0)))
             if alone is not None:
-                inverted = product and divide
-                result.append(alone.scaled_by(self.constraints.product((alone.scale, -1.0))) if inverted else alone)
+                result.append(alone)
         alone_only = not (one.labels and two.labels)
         for scales in [beside] if alone_only else [[own] for own in beside]:
             self.constraints.fix_product(scales)

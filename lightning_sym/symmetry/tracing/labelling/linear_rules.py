@@ -266,7 +266,8 @@ def _batch_norm(
             value = trace.join(value, part, product=product)
         return _affine(trace, value, weight, bias, [1])
     for state in (mean, variance):
-        if label is None or not state.labels:
+        name = trace.gain_in(state)
+        if label is None or len(state.labels) != 1 or name is None or trace.tensors[name].numel() != label.size:
             trace.fix(state)
             if label is not None:
                 trace.fix(value.with_labels(label), "normalises by statistics of which only some are saved")
@@ -274,8 +275,6 @@ def _batch_norm(
         (own,) = state.labels
         trace.constraints.same_units(own, label)
         trace.constraints.equate([(own.scale, 1.0), (label.scale, -1.0)])
-        if trace.gain_in(state) is None:
-            trace.fix(state)
     if trace.operation == "batch_norm" and isinstance(shared := trace.node.args[3], fx.Node):
         calls = [node for node in shared.users if node.target is trace.node.target]
         if len({_bias_before(node.args[0]) for node in calls}) > 1:

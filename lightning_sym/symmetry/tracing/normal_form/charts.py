@@ -59,7 +59,7 @@ def _beside_input(r: Rewriter, layer: fx.Node, weight: fx.Node) -> tuple[Identit
         that of the layer first; None if there is none.
     """
     name, own, sizes = r.name(layer), layer, r.shape(weight)
-    if not name.startswith(("linear", "conv")) or layer.args[1] is not weight or "transpose" in name:
+    if not name.startswith(("linear", "conv")) or layer.args[1] is not weight or "transpose" in name or len(sizes) < 2:
         return None
     # The kernel's middle reads the same place, as input and output have one size.
     steps, middle = argument(layer, 3, "stride", 1), all(size % 2 for size in sizes[2:])
