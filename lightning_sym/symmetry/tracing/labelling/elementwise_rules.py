@@ -369,6 +369,9 @@ def _movement(trace: Trace, value: Any, *args: Any, **kwargs: Any) -> Any:
         # Equal layers share their moves, and what is known of these.
         shape = getattr(trace.node.meta["val"], "shape", None)
         move = trace.known.setdefault((trace.node.target, repr((args, kwargs)), shape), move)
+    back = _as_it_was(trace, value, move)
+    if back is not None:
+        return back
     if name_of(trace.node) in _OBLIQUE and (apart := _axes_read_apart(value, move)):
         if value.state is not None:
             return unknown(trace, value, *args, **kwargs)
@@ -392,6 +395,20 @@ def _axes_read_apart(value: Value, move: Callable[[Tensor], Any]) -> list[int]:
         own = varying_axes(move(coordinates(value.shape, label.axes)))
         found += [] if set(own).isdisjoint(beside) else label.axes
     return found
+
+
+def _as_it_was(trace: Trace, value: Value, move: Callable[[Tensor], Any]) -> Value | None:
+    """Return a parameter after moves that restore its original layout; None for other values."""
+    roots = value.sources
+    if len(roots) != 1 or roots[0][0].state is None or not isinstance(trace.node.meta["val"], Tensor):
+        return None
+    root, path = roots[0]
+    if root.shape != trace.output_shape():
+        return None
+    place = start = coordinates(root.shape, range(root.ndim))
+    for step in (*path, move):
+        place = step(place)
+    return root if torch.equal(place, start) else None
 
 
 def _is_cut_to_length(trace: Trace, value: Value) -> bool:

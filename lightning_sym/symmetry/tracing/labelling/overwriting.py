@@ -69,6 +69,12 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
         for label in value.labels:
             _see_where(trace, label, shown)
     axes = list(dict.fromkeys(label.axes for value in (added, kept) for label in value.labels))
+
+    def followed(result: Value) -> Value:
+        return trace.carry(base, trace.carry(new, result, show), keep)
+
+    if not axes:
+        return followed(base.with_labels())
     parts = [
         _completed(trace, value, axes, shown if old.concrete is None else trace.move(old, move))
         for value, old, shown, move in ((added, new, inside, show), (kept, base, ~inside, keep))
@@ -81,7 +87,7 @@ def choose(trace: Trace, inside: Tensor, new: Value, put: Callable[[Tensor], Ten
         # Units that are always zero (channels added by padding) can be permuted and rescaled.
         alive = _along(alive_anywhere, label.axes)
         trace.constraints.restrict(label.at(~alive))
-    return trace.carry(base, trace.carry(new, result, show), keep)
+    return followed(result)
 
 
 def _see_where(trace: Trace, label: Label, shown: Tensor) -> None:

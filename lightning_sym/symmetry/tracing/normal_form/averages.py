@@ -29,7 +29,7 @@ def is_data(r: Rewriter, node: fx.Node) -> bool:
 
 
 def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite a weighted sum divided by the sum of its weights."""
+    """Rewrite a weighted sum divided by the sum of its weights, and weights divided by their sum."""
     total, count = node.args[:2]
     if not isinstance(total, fx.Node) or not isinstance(count, fx.Node) or r.shape(total) != r.shape(node):
         return None
@@ -51,7 +51,13 @@ def average(r: Rewriter, node: fx.Node) -> fx.Node | None:
         weights, values = total.args  # type: ignore[union-attr]
         if not is_data(r, weights) or not _sums_to_one(r, node, total, weights):  # type: ignore[arg-type]
             return None
-        mean = r.insert(aten.matmul.default, _shares(r, weights), values)  # type: ignore[arg-type]
+        mean = r.insert(aten.matmul.default, _shares(r, weights, -1), values)  # type: ignore[arg-type]
+    elif not way and isinstance(total, fx.Node) and is_data(r, total):
+        axes = [
+            axis for axis, size in enumerate(r.shape(count)) if size == 1 < r.shape(node)[axis - len(r.shape(count))]
+        ]
+        whole = len(r.shape(count)) == len(r.shape(node)) and len(axes) == 1
+        return _shares(r, total, axes[0]) if whole and _sums_to_one(r, node, None, total, axes[0]) else None
     else:
         return None
     for step in reversed(way):
@@ -73,10 +79,10 @@ def _logits(r: Rewriter, weights: Any) -> fx.Node | None:
     return logits  # type: ignore[no-any-return]
 
 
-def _shares(r: Rewriter, weights: fx.Node) -> fx.Node:
-    """Return weights divided by their sum along the last axis."""
-    shares = r.insert(aten.softmax.int, r.insert(aten.log.default, weights), -1)
-    shares.meta["stands_for"] = (lambda given: given / given.sum(-1, keepdim=True)), 2  # for negative weights
+def _shares(r: Rewriter, weights: fx.Node, axis: int) -> fx.Node:
+    """Return weights divided by their sum along an axis."""
+    shares = r.insert(aten.softmax.int, r.insert(aten.log.default, weights), axis)
+    shares.meta["stands_for"] = (lambda given: given / given.sum(axis, keepdim=True)), 2  # for negative weights
     return shares
 
 
@@ -89,14 +95,15 @@ def _is_sum(r: Rewriter, node: fx.Node) -> bool:
 # Given weights.
 
 
-def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node, weights: fx.Node) -> bool:
-    """Whether a quotient maps ones to ones for any input.
+def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node | None, weights: fx.Node, axis: int = -1) -> bool:
+    """Whether a quotient maps ones to ones, or consists of weights that sum to one, for any input.
 
     Args:
         r: The rewriter.
         node: The quotient.
-        product: The product of the weights and a value.
+        product: The product of the weights and a value; None if the quotient is of the weights themselves.
         weights: The weights.
+        axis: The axis along which they sum to one.
     """
     steps: set[fx.Node] = set()
     given: set[fx.Node] = set()
@@ -122,16 +129,16 @@ def _sums_to_one(r: Rewriter, node: fx.Node, product: fx.Node, weights: fx.Node)
         1,
         *(arg for step in order for arg in step.args if isinstance(arg, int) and not isinstance(arg, bool)),
     ]
-    value = product.args[1]
-    values: dict[Any, Any] = {
-        source: _sampled(source, numbers),
-        value: torch.ones(r.shape(value), dtype=torch.float64),
-    }
+    values: dict[fx.Node, Any] = {source: _sampled(source, numbers)}
+    if product is not None:
+        value = product.args[1]
+        values[value] = torch.ones(r.shape(value), dtype=torch.float64)  # type: ignore[index]
     try:
         run_steps(map(Step.of, order), values, Constants())
     except NOT_ON_NUMBERS:
         return False
-    result = values[node][~values[node].isnan()]  # 0 / 0, without terms
+    result = values[node] if product is not None else values[node].sum(axis)
+    result = result[~result.isnan()]  # 0 / 0, without terms
     return bool(len(result)) and bool(((result - 1).abs() <= CLOSE).all())
 
 
@@ -236,7 +243,13 @@ def _scattered_mean(r: Rewriter, node: fx.Node, total: Any, count: fx.Node) -> f
     if not alike or summed.axis != 0 or size * terms > _MOST or len(shape) > 2:
         return None
     weights, values = _indicators(r, summed.places, size, summed.values), summed.values
-    return r.insert(aten.matmul.default, _shares(r, weights), values)
+    if (rows := _rows(r, values)) is not None:  # gathered by another index
+        source, index = rows
+        taken = _indicators(r, index, r.shape(source)[0], values)
+        if size * r.shape(source)[0] > _MOST or terms * r.shape(source)[0] > _MOST:
+            return None
+        weights, values = r.insert(aten.matmul.default, weights, r.insert(aten.permute.default, taken, [1, 0])), source
+    return r.insert(aten.matmul.default, _shares(r, weights, -1), values)
 
 
 def _indicators(r: Rewriter, index: fx.Node, size: int, like: fx.Node) -> fx.Node:
@@ -244,3 +257,16 @@ def _indicators(r: Rewriter, index: fx.Node, size: int, like: fx.Node) -> fx.Nod
     kind, device = like.meta["val"].dtype, like.meta["val"].device
     places = reshaped(r, r.insert(aten.arange.default, size, dtype=torch.int64, device=device), [size, 1])
     return r.insert(aten.to.dtype, r.insert(aten.eq.Tensor, places, index), kind)
+
+
+def _rows(r: Rewriter, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Return (source, index) if a value consists of rows of a source at an index; else None."""
+    if r.name(node) == "index":
+        places: Any = node.args[1]
+        index = places[0] if len(places) == 1 else None
+    else:
+        index = node.args[2] if r.name(node) == "index_select" and node.args[1] == 0 else None
+    source = node.args[0] if isinstance(index, fx.Node) else None
+    if not isinstance(source, fx.Node) or not isinstance(index, fx.Node) or r.made_of(index) != "inputs":
+        return None
+    return (source, index) if index.meta["val"].dtype == torch.int64 and len(r.shape(index)) == 1 else None

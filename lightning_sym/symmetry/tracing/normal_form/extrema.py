@@ -119,14 +119,17 @@ def pooled(r: Rewriter, node: fx.Node, pool: fx.Node | None = None) -> fx.Node |
         return None
     count = spatial_axes_of(name)
     before, after = r.shape(value)[-count:], r.shape(node)[-count:]
+    whole = set(after) == {1}
     sizes = [one // other for one, other in zip(before, after, strict=True)]
     if 0 in sizes or any(size * other != one for size, other, one in zip(sizes, after, before, strict=True)):
         return None
     if "adaptive" not in name:
         kernel, stride, padding, dilation = (_each(argument(pool, 1 + at, key, default), count) for at, (key, default)
             in enumerate((("kernel_size", 1), ("stride", []), ("padding", 0), ("dilation", 1))))  # fmt: skip
-        if kernel != sizes or any(padding) or set(dilation) != {1} or (stride or kernel) != sizes:
+        if kernel != sizes or any(padding) or set(dilation) != {1} or not (whole or (stride or kernel) == sizes):
             return None
+    if whole:
+        return reshaped(r, r.insert(aten.amax.default, value, list(range(-count, 0))), r.shape(node))
     if count > 1:  # the positions of an image stay axes, as for convolutions
         return None
     parts = reshaped(r, value, [*r.shape(value)[:-1], after[0], sizes[0]])  # type: ignore[arg-type]

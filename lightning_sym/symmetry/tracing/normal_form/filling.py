@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from lightning_sym.symmetry.tracing.graph.nodes import memories_of
 from lightning_sym.symmetry.tracing.graph.operations import Trait, operations
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.normal_form.contractions import layout
 from lightning_sym.symmetry.tracing.normal_form.kernels import filled
 from lightning_sym.symmetry.tracing.normal_form.unit_axes import unit_axes
 
@@ -147,4 +149,28 @@ def _joined(r: Rewriter, node: fx.Node, number: float | None, axis: int, parts: 
     joined.meta |= {"rest": True} if len(values) > len(parts) else {}
     if torch.equal(order, torch.arange(len(order))):
         return joined
+    sizes, steps = (
+        {len(part.places) for part in parts},
+        {step for part in parts for step in part.places.diff().tolist()},
+    )
+    in_turn = (
+        len(sizes) == 1 and steps == {len(parts)} and order[:: len(parts[0].places)].tolist() == [*range(len(parts))]
+    )
+    # Stack only parts with common sources (rotated coordinates); otherwise two kinds of units would be merged.
+    if in_turn and set.intersection(*(_made_from(r, part.source) for part in parts)):
+        stacked = r.insert(aten.stack.default, values, axis + 1)  # alternating entries
+        return r.insert(aten.reshape.default, stacked, list(shape))
     return r.insert(aten.index_select.default, joined, axis, r.hold(order.argsort()))
+
+
+def _made_from(r: Rewriter, node: fx.Node) -> set[tuple[Any, ...]]:
+    """Return the memory and layout of all inputs of the elementwise sums and products that compute a value."""
+    found, left, seen = set(), [node], {node}
+    while left:
+        own = left.pop()
+        if r.name(own) in operations(Trait.JOIN) | operations(Trait.PRODUCT) | operations(Trait.CAST) | {"neg"}:
+            left += [given for given in own.all_input_nodes if given not in seen]
+            seen.update(own.all_input_nodes)
+        elif r.made_of(own) == "inputs":
+            found.add((frozenset(memories_of(own)), layout(own.meta["val"])))
+    return found

@@ -26,6 +26,7 @@ from lightning_sym.symmetry.tracing.normal_form.contractions import reshaped
 
 aten = torch.ops.aten
 _JOINS = ("cat", "stack", "block_diag")
+_OF_MATRICES = {"bmm": aten.mm.default, "baddbmm": aten.addmm.default}
 _MOST = 64  # modules
 _LARGE = 2**22  # elements of a value that is computed
 _Cut = tuple[str, int]  # how modules read a value: the join that makes it of their parts, and its axis
@@ -246,9 +247,13 @@ def _spellings(call: _Call, read: dict[fx.Node, _Cut], whole: Tensor, count: int
     if name in operations(Trait.MOVE) and call.item is None and len(read) == 1:
         yield _Call(_same, (value,), {})
     yield call
+    if name in _OF_MATRICES:
+        yield call._replace(target=_OF_MATRICES[name])
     gone = {axis for join, axis in read.values() if join == "stack"}
     if name in operations(Trait.CONTRACT) and len(read) == 2:
         yield from (_Call(aten.linear.default, order, {}) for order in itertools.permutations(read))
+    if name == "einsum" and (equation := _without_letter(call, read)) is not None:
+        yield call._replace(args=(equation, *rest))
     for axis in gone:  # which the parts lack
         numbers = [own - (own > axis) if type(own) is int else own for own in rest]
         yield call._replace(args=(value, *numbers))
@@ -269,6 +274,20 @@ def _spellings(call: _Call, read: dict[fx.Node, _Cut], whole: Tensor, count: int
 def _lower(axes: list[Any], gone: int) -> list[Any]:
     """Return axes of a value in one that lacks an axis."""
     return [own - (own > gone) if type(own) is int else own for own in axes if own != gone]
+
+
+def _without_letter(call: _Call, read: dict[fx.Node, _Cut]) -> str | None:
+    """Return an equation without the letter of the axis that the parts of its terms lack."""
+    inputs, arrow, out = call.args[0].replace(" ", "").partition("->")
+    terms, gone = inputs.split(","), set()
+    if not arrow or "." in inputs:
+        return None
+    for at, (term, own) in enumerate(zip(terms, call.args[1], strict=True)):
+        join, axis = read[own]
+        if join == "stack":
+            gone.add(term[axis])
+            terms[at] = term[:axis] + term[axis + 1 :]
+    return f"{','.join(terms)}->{out.replace(gone.pop(), '')}" if len(gone) == 1 else None
 
 
 def _part(value: Tensor, join: str, axis: int, at: int, count: int) -> Tensor:

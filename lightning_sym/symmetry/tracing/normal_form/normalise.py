@@ -212,6 +212,8 @@ def _total(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     values: Any = stack.args[0]
     axis, has = argument(stack, 1, "dim", 0) % len(r.shape(stack)), r.name(stack) == "cat"
+    if has and all(r.name(value) == "unsqueeze" and value.args[1] % len(r.shape(stack)) == axis for value in values):
+        values, has = [value.args[0] for value in values], False
     total: fx.Node = values[0]
     for value in values[1:]:
         total = r.insert(_FOLDS[r.name(node)], total, value)

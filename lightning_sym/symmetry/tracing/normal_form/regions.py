@@ -5,6 +5,7 @@ it on random numbers identifies its function. See docs/theory/tracing.md, 3.
 """
 
 import functools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from lightning_sym.symmetry.tracing.graph.running import (
     Constants,
     Step,
     is_plain_operation,
+    moved_by,
+    run_step,
     run_steps,
 )
 from lightning_sym.symmetry.tracing.normal_form.contractions import permuted, reshaped
@@ -32,6 +35,7 @@ _SUMS = operations(Trait.SUM | Trait.REDUCE | Trait.CONTRACT | Trait.SOFTMAX | T
 _LAST = {"exp", "log", "cat", "addcmul"} | operations(Trait.JOIN | Trait.PRODUCT) | _MOVEMENTS
 _MOST_NODES = 48  # of a region
 _MOST_FAILURES = 4  # failed starting values per region
+_LOW = -1e3  # masked logits; their exponentials are negligible
 
 
 def recognise(rewriter: Rewriter) -> int:
@@ -74,8 +78,10 @@ class _Recogniser:
 
     def _rewritten(self, node: fx.Node) -> fx.Node | None:
         """Replace the region that ends in a node, if there is one; return the next node."""
-        if self.rewriter.name(node) not in _LAST:
+        if (name := self.rewriter.name(node)) not in _LAST:
             return None
+        if name in ("mul", "div") and (new := self._pulled_in(node)) is not None:
+            return new
         region = self._product(node)
         best: tuple[Measured, fx.Node, list[Step]] | None = None
         failures = 0
@@ -94,6 +100,53 @@ class _Recogniser:
         first = before.next
         self.rewriter.replace(node, new)
         return first.prev
+
+    def _pulled_in(self, node: fx.Node) -> fx.Node | None:
+        """Normalise the argument of a linear map, if the result is divided by the argument's length."""
+        region = self._product(node)
+        parts: list[tuple[Any, int]] = [*region.factors, *region.gains]
+        maps = [part for part in parts if self.rewriter.name(part[0]) in ("linear", "matmul") and part[1] == 1]
+        if len(parts) < 2 or len(maps) != 1 or any(given is not None for given in maps[0][0].args[2:]):
+            return None
+        result = maps[0][0]
+        for part in parts:
+            sizes = _size(part[0])
+            for place, value in enumerate(result.args[:2]) if sizes and part is not maps[0] else ():
+                wide = _beside(self.rewriter.name(result), place, _size(value) or (), sizes or ())
+                if wide is None:
+                    continue
+                source, turned = self._turned(value)
+                wide = [*wide[:-2], wide[-1], wide[-2]] if turned else wide
+                own = _Region(source, [part], [], sizes or ())
+                for start, steps in self._starts(own):
+                    if start is source and (found := self._measured(own, start, steps, wide)) is not None:
+                        others = [other for other in parts if other is not part and other is not maps[0]]
+                        return self._divided(node, result, place, found, others)
+        return None
+
+    def _divided(
+        self, node: fx.Node, result: fx.Node, place: int, found: Measured, others: list[tuple[Any, int]]
+    ) -> fx.Node:
+        """Replace a product by the map of a normalised argument, times the other factors."""
+        value: Any = result.args[place]
+        source, turned = self._turned(value)
+        new = self._scaled(self._normed(source, found), found)
+        new = self.rewriter.insert(value.target, new, *value.args[1:]) if turned else new
+        given = [new if at == place else other for at, other in enumerate(result.args[:2])]
+        last = self.rewriter.insert(result.target, *given)
+        for other, power in others:
+            last = self.rewriter.insert(aten.mul.Tensor if power == 1 else aten.div.Tensor, last, other)
+        self.rewriter.replace(node, last)
+        return last
+
+    def _turned(self, value: fx.Node) -> tuple[fx.Node, bool]:
+        """Return the source of a transposed value and True; otherwise the value itself and False."""
+        shape = _size(value.args[0] if value.args else None) or ()
+        if self.rewriter.name(value) in operations(Trait.PERMUTE) and len(shape) > 1:
+            numbers = torch.arange(math.prod(shape)).reshape(shape)
+            if torch.equal(moved_by(Step.of(value), numbers), numbers.mT):
+                return value.args[0], True  # type: ignore[return-value]
+        return value, False
 
     # Possible starts and ends of a region.
 
@@ -164,13 +217,20 @@ class _Recogniser:
 
     # The function of a region.
 
-    def _measured(self, region: _Region, start: fx.Node, steps: Sequence[Step]) -> Measured | None:
-        """Return a region's function."""
-        key = self._key(region, start, steps)
+    def _measured(
+        self, region: _Region, start: fx.Node, steps: Sequence[Step], wide: Sequence[int] | None = None
+    ) -> Measured | None:
+        """Return a region's function; with ``wide``, that of multiplication by its reshaped result."""
+
+        def function(numbers: Tensor) -> Tensor:
+            result = self._run(region, start, steps, numbers)
+            return result if wide is None else numbers * result.reshape(wide)
+
+        key = self._key(region, start, steps), str(wide)
         if key not in self.known:
             try:
                 with torch.no_grad():
-                    self.known[key] = measured(functools.partial(self._run, region, start, steps), _size(start) or ())
+                    self.known[key] = measured(function, _size(start) or ())
             except NOT_ON_NUMBERS:
                 self.known[key] = None  # a function that cannot run on numbers is no norm
         return self.known[key]
@@ -258,7 +318,7 @@ class _Recogniser:
             put: Whether to insert missing logits, rather than only return their source.
 
         Returns:
-            The logits, or a constant that determines them; None if no operation multiplies by the mask.
+            The logits, or a constant that determines them; None if neither exists.
         """
         numbers = torch.zeros(_size(start) or (), dtype=torch.float64)
         shown = self._run(region, start, steps, numbers) != 0
@@ -273,6 +333,11 @@ class _Recogniser:
                         aten.log.default, self.rewriter.insert(aten.to.dtype, others[0], _dtype(start))
                     )
                     return self.rewriter.insert(aten.add.Tensor, start, low)
+            elif [node for node in step.node.all_input_nodes if node not in others] == [start]:
+                value = run_step(step, lambda node: numbers if node is start else self.constants(node))
+                hides = isinstance(value, Tensor) and torch.equal(value < _LOW, ~shown)
+                if hides and torch.equal(value, numbers.where(shown, value)):
+                    return step.node
         return None
 
 
@@ -286,6 +351,25 @@ def _laid_out(shape: tuple[int, ...], found: Measured) -> tuple[list[int], tuple
         order = [*order[:place], *order[place + 1 :], axis]
         parts = [*parts[:place], *parts[place + 1 :], shape[axis] // size, size]
     return [*order, *found.axes], (*parts, *(shape[axis] for axis in found.axes))
+
+
+def _beside(kind: str, place: int, own: tuple[int, ...], sizes: tuple[int, ...]) -> list[int] | None:
+    """Reshape a factor of a linear map's result into a factor of an argument; None if impossible.
+
+    Args:
+        kind: The map: ``linear`` or ``matmul``.
+        place: Index of the argument, 0 or 1.
+        own: The argument's shape.
+        sizes: The factor's shape.
+    """
+    if place == 0:
+        return list(sizes) if sizes[-1] == 1 and len(own) == len(sizes) and sizes[:-1] == own[:-1] else None
+    turned = kind == "linear"
+    if len(own) == 2:
+        fits = math.prod(sizes) == sizes[-1] == own[0 if turned else 1] > 1
+        return ([sizes[-1], 1] if turned else [1, sizes[-1]]) if fits else None
+    fits = len(own) == len(sizes) and sizes == (*own[:-2], 1, own[-1])
+    return list(sizes) if fits else None
 
 
 def _steps_between(start: fx.Node, node: fx.Node) -> int:
