@@ -1,7 +1,7 @@
 """Functions of products of values, and of tables, whose groups were once too small; see ``spelling_cases.py``."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -389,7 +389,34 @@ OF_ONE_PLACE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "between": lambda s, x: torch.tanh(((h := s.i(x)) @ s.w.T + h @ s.a.T @ s.b.T).select(1, 0)),
     "slice": lambda s, x: torch.tanh(s.i(x) @ (s.w + s.b @ s.a).T)[:, :1].squeeze(1),
 }
+# Scores over the length of the value that is scored; units of several matrices, added; and two layers, added.
+OVER_LENGTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda h, w: (h @ w.T) / h.norm(dim=-1, keepdim=True),
+    "linear": lambda h, w: F.linear(h, w) / (h * h).sum(-1, keepdim=True).sqrt(),
+    "einsum": lambda h, w: (
+        torch.einsum("bth,oh->bto", h, w) / torch.linalg.vector_norm(h, dim=-1, keepdim=True).clamp(min=1e-9)
+    ),
+    "normalize": lambda h, w: F.normalize(h, dim=-1) @ w.T,
+}
+SEVERAL: dict[str, Callable[[Tensor, Sequence[Tensor]], Tensor]] = {
+    "einsum": lambda h, own: sum(torch.einsum("btd,de->bte", h, w).relu() for w in own),  # type: ignore[misc]
+    "bmm": lambda h, own: sum(torch.bmm(h, w.expand(len(h), -1, -1)).relu() for w in own),  # type: ignore[misc]
+    "einsum of a stack": lambda h, own: torch.einsum("btd,ode->bteo", h, torch.stack([*own])).relu().sum(-1),
+}
+SUMS_OF_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "stack": lambda a, c: torch.stack([a, c]).sum(0),
+    "cat": lambda a, c: torch.cat([a.unsqueeze(0), c.unsqueeze(0)]).sum(0),
+    "mean of a cat": lambda a, c: 2 * torch.cat([a[..., None], c[..., None]], -1).mean(-1),
+}
 TABLES: dict[str, Function] = {
+    "scores over lengths": Function({"a": of(L, 9, 4), "w": parameter(3, 4)}, steps(9), 7,
+        each(OVER_LENGTHS, lambda own: lambda s, x: own(s.a(x), s.w)), samples=60),
+    "units of several matrices": Function({"a": of(L, 9, 4), "o": of(L, 4, 3)} | {
+        name: parameter(4, 4) for name in "uvw"}, steps(9), 20,
+        each(SEVERAL, lambda own: lambda s, x: s.o(own(s.a(x), [s.u, s.v, s.w]))), samples=60),
+    "two layers, added": Function({"a": of(L, 9, 4), "c": of(L, 9, 4), "o": of(L, 4, 3)}, steps(9), 44,
+        each(SUMS_OF_TWO, lambda own: lambda s, x: s.o(torch.relu(own(s.a(x), s.c(x))))), samples=60),
     "latents as queries": Function({"t": parameter(5, 4), "q": of(L, 4, 4), "k": of(L, 6, 4), "o": of(L, 6, 7)},
         steps(6), 40, each(LATENTS, lambda own: lambda s, x: s.o(torch.tanh(
             (own(s.q, s.t, len(x)) @ s.k(x).mT).softmax(-1) @ x))), samples=60),

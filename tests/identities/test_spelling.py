@@ -82,6 +82,8 @@ REACHING: dict[str, Collection[str]] = {
     "recurrent layer": {"cell"}, "relative keys": {"batches of positions"}, "residual": {"alpha", "folded gain",
     "negative bias"}, "reversible layers": {"chunks_in_place"}, "rotary, halves": {"written"},
     "rotary, pairs": {"matrices", "written"}, "row that reads a product of places": {"sum"},
+    "scores over lengths": {"einsum"}, "two layers, added": {"cat", "mean of a cat"},
+    "units of several matrices": {"einsum of a stack"},
     "shares of kernels": {"loop"}, "signed square, by hand": {"rectifiers"}, "sines, complex": {"polar"},
     "size, by hand": {"rectifiers"}, "squeeze and excite": {"einsum"}, "tanh, by hand": {"one exponential"},
     "the best of experts": {"low numbers"}, "two matrices of one tensor": {"unbind"}, "units on two axes": {"unbind"},
