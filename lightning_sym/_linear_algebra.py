@@ -45,10 +45,10 @@ def random_orthogonal(
 
 
 def thin_svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the singular value decomposition U diag(S) V^T of a finite matrix, where torch's algorithm fails as well.
+    """Compute the singular value decomposition U diag(S) V^T of a finite matrix.
 
-    Divide and conquer, torch's algorithm, does not converge for some matrices with entries of very different sizes; QR
-    iteration is slower and does.
+    Torch uses divide and conquer, which does not converge for some matrices with entries of very different sizes. The
+    slower QR iteration then replaces it.
 
     Args:
         matrix: Shape (N, M), floating.

@@ -523,7 +523,7 @@ class CurvatureOperator(SymmetricOperator):
                 outputs = self._checked_outputs(x, again=number == 0)
             with _exactly(self.device):
                 counted.append(self._counted(outputs, y))
-                # The first product goes on from here.
+                # The first product continues from here.
                 self._outputs = outputs if alone and bool(counted[0].all()) else None
                 outputs = outputs.detach()
                 shapes = outputs.shape[1:], y.shape[1:]
