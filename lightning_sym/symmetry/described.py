@@ -14,7 +14,7 @@ from lightning_sym.symmetry.solving.structure import Structure
 from lightning_sym.symmetry.tracing.affine.parts import Kind
 
 WIDTH = 80
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.\[])")  # index of a layer: a part of a name between dots
+_NUMBER = re.compile(r"(?<!\d)\d+(?![^.\[])")  # index of a layer: it ends a part of a name
 
 
 def described_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

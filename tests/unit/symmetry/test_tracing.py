@@ -801,6 +801,10 @@ def test_repeated_layers_have_one_line_and_no_line_is_wider_than_a_terminal() ->
     for legend in ("alike: how many groups", "2 x 4: 2 parts (heads,", "(2): the second group"):
         assert sum(line.startswith(legend) for line in lines) == 1
     assert joined(["norms.0", "norms.2", "head"]) == ["norms.0,2", "head"]
+    # As torchvision numbers layers.
+    assert joined([f"encoder_layer_{n}.ln_{k}" for n in range(3) for k in (1, 2)]) == ["encoder_layer_0-2.ln_1,2"]
+    assert joined([f"block1.layer{n}.conv2" for n in range(1, 12)]) == ["block1.layer1-11.conv2"]
+    assert joined(["x_3d.0", "x_4d.0", "conv2d"]) == ["x_3d.0", "x_4d.0", "conv2d"]
 
 
 def test_occurrences_and_taps() -> None:
