@@ -80,7 +80,16 @@ def along(tensor: Tensor, axes: tuple[int, ...]) -> Floats:
 
 
 def rising(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Return the distinct numbers of an array, ascending: by sorting, 20 times faster than np.unique's hash table."""
+    """Return the distinct numbers of an array, ascending: much faster than np.unique's hash table.
+
+    Integers of a narrow range are marked in a mask, other numbers are sorted.
+    """
+    if numbers.size and numbers.dtype.kind == "i":
+        least, most = int(numbers.min()), int(numbers.max())
+        if most - least < 16 * numbers.size:
+            mask = np.zeros(most - least + 1, bool)
+            mask[numbers.ravel() - least] = True
+            return (np.flatnonzero(mask) + least).astype(numbers.dtype, copy=False)
     ordered = np.sort(numbers, axis=None)
     return ordered[np.r_[True, ordered[1:] != ordered[:-1]]] if ordered.size else ordered
 
