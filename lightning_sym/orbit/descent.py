@@ -19,8 +19,9 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function, OrbitProblem
+from lightning_sym.orbit.rounding import batches_in
 from lightning_sym.orbit.steps import OrbitStep, by_adam, by_lbfgs
-from lightning_sym.symmetry import Call, Element, rotate_stream
+from lightning_sym.symmetry import Element, rotate_stream
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.canonical.form import balanced_element
 from lightning_sym.symmetry.described import listed
@@ -199,11 +200,7 @@ def _batches(data: Any, network: nn.Module) -> list[Any]:
     """Return a list of batches in float64 on the device of a network."""
     if data is None:
         return []
-    single = isinstance(data, (Tensor, Call, Mapping, tuple))
-    found: list[Any] = list(on_device_of(network, double([data] if single else list(data))))
-    if not found:
-        raise ValueError("data hold no batch; expected at least one.")
-    return found
+    return list(on_device_of(network, double(batches_in(data, inputs_only=False))))
 
 
 def moving_directions(
