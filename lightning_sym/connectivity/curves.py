@@ -24,12 +24,6 @@ KINDS: tuple[CurveKind, ...] = get_args(CurveKind)
 FORMAT = "lightning_sym.curve/1"
 
 
-def _check_places(t: Tensor) -> Tensor:
-    if not bool(((t >= 0) & (t <= 1)).all()):
-        raise ValueError(f"t must be in [0, 1], got {t.item() if t.ndim == 0 else t}.")
-    return t
-
-
 def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
     r"""Return the coefficients of the control points at parameters ``t`` of a curve.
 
@@ -47,13 +41,12 @@ def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
         Shape ``[*t.shape, n]``, dtype and device of ``t``.
 
     Raises:
-        ValueError: If the kind is unknown, or ``count`` or ``t`` out of range.
+        ValueError: If the kind is unknown, ``count`` is out of range, or ``t`` not floating.
     """
     check_known("kind", kind, KINDS)
     check_integers(2, count=count)
     if not t.is_floating_point():
         raise ValueError(f"t must be a floating tensor, got {t.dtype}.")
-    _check_places(t)
     last = count - 1
     if kind == "chain":
         return torch.stack([(1 - (t * last - k).abs()).clamp(min=0) for k in range(count)], -1)
@@ -231,7 +224,10 @@ class Curve:
         return save({"points": self.points.detach().cpu().contiguous()}, metadata={"curve": text})
 
     def _places(self, t: float | Tensor) -> Tensor:
-        return _check_places(torch.as_tensor(t, dtype=torch.float64))
+        places = torch.as_tensor(t, dtype=torch.float64)
+        if not bool(((places >= 0) & (places <= 1)).all()):
+            raise ValueError(f"t must be in [0, 1], got {t}.")
+        return places
 
     def _segment(self, t: float | Tensor) -> Tensor:
         last = len(self.points) - 1
