@@ -144,7 +144,8 @@ def _is_meta(value: Any) -> bool:
         return any(map(_is_meta, value))
     if isinstance(value, dict):
         return any(map(_is_meta, value.values()))
-    if isinstance(value, getattr(sys.modules.get("torch.nn"), "Module", ())):
+    module: Any = getattr(sys.modules.get("torch.nn"), "Module", ())
+    if isinstance(value, module):
         return any(own.is_meta for own in (*value.parameters(), *value.buffers()))
     return getattr(value, "is_meta", False) is True
 

@@ -598,11 +598,12 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
 def _ignored(loss: Loss) -> int | None:
     """Return which label a loss leaves out of its mean over the other ones; None if that is not known."""
     given: dict[str, Any] = {}
-    if isinstance(loss, functools.partial) and not loss.args:
-        loss, given = loss.func, loss.keywords
-    if isinstance(loss, nn.CrossEntropyLoss) and loss.weight is None and loss.reduction == "mean":
-        return loss.ignore_index
-    known = loss is F.cross_entropy and given.keys() <= {"ignore_index", "label_smoothing"}
+    function: Any = loss
+    if isinstance(function, functools.partial) and not function.args:
+        function, given = function.func, function.keywords
+    if isinstance(function, nn.CrossEntropyLoss) and function.weight is None and function.reduction == "mean":
+        return function.ignore_index
+    known = function is F.cross_entropy and given.keys() <= {"ignore_index", "label_smoothing"}
     return given.get("ignore_index", -100) if known else None
 
 
