@@ -1,7 +1,7 @@
 """Exports of a package, each declared once, as type checkers read it: ``from module import Name as Name``.
 
-Errors that an argument of the wrong type causes in an exported function are explained. Types are compared with the
-annotations after an error only, thus duck typing works.
+Errors that an argument of the wrong type, or without values, causes in an exported function are explained. Types are
+compared with the annotations after an error only, thus duck typing works.
 """
 
 import ast
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, TypeVar, Union, cast, get_args, get_origin
 
 T = TypeVar("T")
-_OURS = ("lightning_sym", "builtins", "abc")  # no modules, metrics, callbacks
+_OURS = ("lightning_sym", "builtins", "abc")
+_CALLED = ("__init__", "update")
+_PARTLY = (*_OURS, "torch", "typing")  # modules and metrics, but no callbacks, tasks and data
 _PLAIN: Mapping[Any, Any] = {float: SupportsFloat, int: SupportsIndex}
 
 
@@ -55,12 +57,19 @@ def lazy(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], li
 
 
 def _explained(value: Any) -> Any:
-    """Explain the errors of a function, also in its module, where pickle looks for it, or of a plain class."""
+    """Explain the errors of a function, also in its module, where pickle looks for it, or of a class.
+
+    Of modules and metrics, these are constructors and updates; tracing and compilation see ``forward`` unchanged.
+    """
     if inspect.isfunction(value):
         value = explained(value)
         setattr(sys.modules[value.__module__], value.__name__, value)
     elif isinstance(value, type) and all(own.__module__.startswith(_OURS) for own in value.__mro__):
         explained(value)
+    elif isinstance(value, type) and all(own.__module__.startswith(_PARTLY) for own in value.__mro__):
+        for own in value.__mro__:
+            if own.__module__.startswith(_OURS[0]):
+                _explain_methods(own, lambda name, method: name in _CALLED or isinstance(method, classmethod))
     return value
 
 
@@ -77,11 +86,7 @@ def explained(given: T) -> T:
     Errors that this package raises itself are unchanged.
     """
     if isinstance(given, type):
-        for name, own in list(vars(given).items()):
-            method = getattr(own, "__func__", own)  # of a class method
-            ours = name[0] != "_" or name in ("__init__", "__call__", "__matmul__")
-            if ours and inspect.isfunction(method) and method.__globals__ is not globals():
-                setattr(given, name, explained(method) if method is own else type(own)(explained(method)))
+        _explain_methods(given, lambda name, _: name[0] != "_" or name in ("__init__", "__call__", "__matmul__"))
         return given
     function = cast(Callable[..., Any], given)
 
@@ -90,8 +95,14 @@ def explained(given: T) -> T:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not _is_raised(error) and (said := _wrong(function, args, kwargs)):
+            given = {} if _is_raised(error) else _bound(function, args, kwargs)
+            if said := _wrong(function, given):
                 raise TypeError(said) from error
+            if name := next((name for name, value in given.items() if _is_meta(value)), ""):
+                raise ValueError(
+                    f"{name} of {_name(function)} has tensors on the meta device, which hold no values; make or load "
+                    "these first."
+                ) from error
             raise
 
     return cast(T, call)
@@ -107,18 +118,45 @@ def _is_raised(error: BaseException) -> bool:
     return raised and names is not globals() and str(names.get("__name__")).startswith(_OURS[0])
 
 
-def _wrong(function: Callable[..., Any], args: Any, kwargs: Any) -> str:
-    """Name the first argument of another type than its annotation; empty if there is none."""
-    signature = inspect.signature(function)
+def _explain_methods(given: type, chosen: Callable[[str, Any], bool]) -> None:
+    """Wrap methods of a class that are not wrapped yet, chosen by names and values."""
+    for name, own in list(vars(given).items()):
+        method = getattr(own, "__func__", own)  # of a class method
+        if inspect.isfunction(method) and method.__globals__ is not globals() and chosen(name, own):
+            setattr(given, name, explained(method) if method is own else type(own)(explained(method)))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
+def _bound(function: Callable[..., Any], args: Any, kwargs: Any) -> Mapping[str, Any]:
+    """Return the arguments by name; none if one is missing, or unknown."""
     try:
-        given = signature.bind(*args, **kwargs).arguments
-    except TypeError:  # one is missing, or unknown
-        return ""
+        return inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return {}
+
+
+def _is_meta(value: Any) -> bool:
+    """Return whether a tensor, one in a container, or one of a network is on the meta device, without an import."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_meta, value))
+    if isinstance(value, dict):
+        return any(map(_is_meta, value.values()))
+    module: Any = getattr(sys.modules.get("torch.nn"), "Module", ())
+    if isinstance(value, module):
+        return any(own.is_meta for own in (*value.parameters(), *value.buffers()))
+    return getattr(value, "is_meta", False) is True
+
+
+def _wrong(function: Callable[..., Any], given: Mapping[str, Any]) -> str:
+    """Name the first argument of another type than its annotation; empty if there is none."""
     for name, value in given.items():
-        own = signature.parameters[name]
+        own = inspect.signature(function).parameters[name]
         if own.annotation is not own.empty and "VAR" not in own.kind.name and (got := _misfit(value, own.annotation)):
             wanted = re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(own.annotation))
-            return f"{name} of {function.__qualname__.removesuffix('.__init__')} must be of type {wanted}, got {got}."
+            return f"{name} of {_name(function)} must be of type {wanted}, got {got}."
     return ""
 
 

@@ -46,9 +46,12 @@ def write_atomically(path: str | Path, content: bytes | str | Callable[[BinaryIO
         content: Text is encoded as UTF-8; a function is called with the open file and writes to it.
 
     Raises:
+        ValueError: If the path names no file.
         OSError: If the file cannot be written; no temporary file remains. :func:`not_written` makes the message.
     """
     path = Path(path)
+    if not path.name:
+        raise ValueError(f"the path of the file is empty or a folder, got {str(path)!r}; pass that of a file.")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -41,10 +41,12 @@ def curve_coefficients(kind: CurveKind, count: int, t: Tensor) -> Tensor:
         Shape ``[*t.shape, n]``, dtype and device of ``t``.
 
     Raises:
-        ValueError: If the kind is unknown or ``count`` is out of range.
+        ValueError: If the kind is unknown, ``count`` is out of range, or ``t`` not floating.
     """
     check_known("kind", kind, KINDS)
     check_integers(2, count=count)
+    if not t.is_floating_point():
+        raise ValueError(f"t must be a floating tensor, got {t.dtype}.")
     last = count - 1
     if kind == "chain":
         return torch.stack([(1 - (t * last - k).abs()).clamp(min=0) for k in range(count)], -1)

@@ -174,9 +174,10 @@ class CurveLosses:
     """Loss and accuracy at several points in weight space.
 
     Attributes:
-        loss: Mean loss over all samples at each point. Shape ``[T]``, float64, on the CPU.
-        accuracy: Fraction of samples classified correctly, in [0, 1]. Shape ``[T]``, float64, on the CPU. None if
-            the data are no classification.
+        loss: Mean loss over all samples (of the cross-entropy, over all labels but ignored ones) at each point. Shape
+            ``[T]``, float64, on the CPU.
+        accuracy: Fraction of samples classified correctly, of those with a label, in [0, 1]. Shape ``[T]``, float64,
+            on the CPU. None if the data are no classification.
         samples: Number of samples, over all ranks.
         recalibrated: Whether batch norm statistics were recomputed at every point.
     """
@@ -250,8 +251,8 @@ class LossOptions(TypedDict, total=False):
 
     Attributes:
         loss: Maps outputs and labels of a batch to their mean loss, a scalar. None: the cross-entropy in nats. A
-            warning is given if samples have unequal weights (class weights, ignored labels), as the mean over batches
-            then depends on their sizes.
+            warning is given if samples have unequal weights (class weights; labels that losses other than the
+            cross-entropy ignore), as the mean over batches then depends on their sizes.
         recalibrate: Recompute batch norm statistics. ``"auto"``: if the networks have batch norms with running
             statistics. True: raise an error if there are none. False: interpolate statistics like weights.
         recalibration_data: Data for batch norm statistics: batches of images, or tuples and lists that begin with
@@ -435,11 +436,11 @@ def output_change(before: nn.Module, after: nn.Module, data: LabelledBatches) ->
 
 
 def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLosses:
-    """Return the means over the samples of all ranks, from the sums of :func:`_sums` at each point: ``[T, 5]``."""
-    loss_sum, correct, classified, count, content = summed(rows).cpu().double().unbind(1)
+    """Return the means over the samples of all ranks, from the sums of :func:`_sums` at each point: ``[T, 7]``."""
+    loss_sum, correct, classified, count, content, weight, labelled = summed(rows).cpu().double().unbind(1)
     if count[0] == 0:
         raise ValueError("data has no samples; pass at least one batch.")
-    losses = loss_sum / count
+    losses = loss_sum / weight
     for t, value in zip(points, losses.tolist(), strict=True):
         if not math.isfinite(value):
             raise ValueError(
@@ -454,7 +455,7 @@ def _means(rows: Tensor, points: Sequence[float], recalibrated: bool) -> CurveLo
             stacklevel=2,
         )
     # A single batch on any rank without classes excludes the accuracy.
-    accuracy = correct / count if torch.equal(classified, count) else None
+    accuracy = correct / labelled if torch.equal(classified, count) else None
     return CurveLosses(losses, accuracy, int(count[0]), recalibrated)
 
 
@@ -551,13 +552,13 @@ def _check_rereadable(name: str, data: object) -> None:
 
 
 def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool) -> Tensor:
-    """Return this rank's sums: loss, correct samples, classified samples, samples, content. Shape ``[5]``.
+    """Return this rank's sums: loss, correct, classified, all samples, content, weight, labelled ones. Shape ``[7]``.
 
     A check warns of losses that batches of other sizes would change.
     """
     device = device_of(network)
-    unequal = ""
-    sums = torch.zeros(5, dtype=wide(device), device=device)
+    unequal, ignored = "", _ignored(loss)
+    sums = torch.zeros(7, dtype=wide(device), device=device)
 
     def run() -> None:
         nonlocal unequal
@@ -569,12 +570,19 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
                 continue
             outputs, labels = for_loss((run_on(network, images), labels))
             value = batch_loss(loss, outputs, labels)
-            if check and not unequal:
+            if check and ignored is None and not unequal:
                 unequal = _unequal(loss, outputs, labels)
-            sums[0] += value.to(sums) * size
             integer = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+            counts, weight = torch.ones_like(labels, dtype=torch.bool), torch.tensor(size, device=device)
+            if integer and ignored is not None:
+                counts = labels != ignored
+                weight = counts.sum()
+            sums[0] += torch.where(weight > 0, value.to(sums) * weight, 0.0)
+            sums[5] += weight
             if integer and labels.shape == outputs.shape[:1] and outputs.ndim == 2 and outputs.shape[1] > 1:
-                sums[1] += (outputs.argmax(1) == labels).sum()
+                counts = counts & (labels >= 0)
+                sums[1] += ((outputs.argmax(1) == labels) & counts).sum()
+                sums[6] += counts.sum()
                 sums[2] += size
             sums[3] += size
             rows = images.reshape(size, -1)
@@ -585,6 +593,18 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
     if unequal and rank() == 0:
         warnings.warn(f"The mean over batches of other sizes would be another number: {unequal}", stacklevel=2)
     return sums
+
+
+def _ignored(loss: Loss) -> int | None:
+    """Return which label a loss leaves out of its mean over the other ones; None if that is not known."""
+    given: dict[str, Any] = {}
+    function: Any = loss
+    if isinstance(function, functools.partial) and not function.args:
+        function, given = function.func, function.keywords
+    if isinstance(function, nn.CrossEntropyLoss) and function.weight is None and function.reduction == "mean":
+        return function.ignore_index
+    known = function is F.cross_entropy and given.keys() <= {"ignore_index", "label_smoothing"}
+    return given.get("ignore_index", -100) if known else None
 
 
 def _unequal(loss: Loss, outputs: Any, labels: Tensor) -> str:

@@ -19,8 +19,9 @@ from lightning_sym.networks.modes import evaluating
 from lightning_sym.orbit.directions import ALL, KINDS, OrbitDirections, kinds_of
 from lightning_sym.orbit.objective import Objective
 from lightning_sym.orbit.problem import Function, OrbitProblem
+from lightning_sym.orbit.rounding import batches_in
 from lightning_sym.orbit.steps import OrbitStep, by_adam, by_lbfgs
-from lightning_sym.symmetry import Call, Element, rotate_stream
+from lightning_sym.symmetry import Element, rotate_stream
 from lightning_sym.symmetry.base import Symmetry, unchecked
 from lightning_sym.symmetry.canonical.form import balanced_element
 from lightning_sym.symmetry.described import listed
@@ -96,6 +97,7 @@ def minimize_on_orbit(
             if there are data, and returns a scalar, differentiable by the parameters; or an :class:`Objective`.
         data: One batch, or an iterable of batches, which is read once. A batch is a tensor, a pair of inputs and
             targets, a mapping of keyword arguments, or a :class:`Call`. Floating inputs are converted to float64.
+            Batches count equally, whatever their sizes.
         factors: The coordinates that move: "all", or some of ``scales``, ``cells`` (matrices on heads and linear layers
             in a row), ``gained`` (matrices around batch norms, which keep the function in evaluation mode only),
             ``rotations``, ``phases``, ``shifts``, ``tilts``, and of patterns of names of axis groups
@@ -199,11 +201,7 @@ def _batches(data: Any, network: nn.Module) -> list[Any]:
     """Return a list of batches in float64 on the device of a network."""
     if data is None:
         return []
-    single = isinstance(data, (Tensor, Call, Mapping, tuple))
-    found: list[Any] = list(on_device_of(network, double([data] if single else list(data))))
-    if not found:
-        raise ValueError("data hold no batch; expected at least one.")
-    return found
+    return list(on_device_of(network, double(batches_in(data, inputs_only=False))))
 
 
 def moving_directions(

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sym._distributed import on_device_of
+from lightning_sym._checks import not_finite
+from lightning_sym._distributed import inputs_for
 from lightning_sym.orbit import rounding
 from lightning_sym.symmetry.tracing.graph.capture import copied
 
@@ -52,7 +53,7 @@ def round_by_gptq(
     """
     rounding.check_rounding(bits, granularity, activations)
     result = copied(network)
-    batches = on_device_of(result, rounding.batches_in(data))
+    batches = inputs_for(result, rounding.batches_in(data))
     axes, parameters, done = rounding.matrices_of(result), dict(result.named_parameters()), set[str]()
     with torch.no_grad():
         while found := input_grams(result, batches, without=done, first=True):
@@ -103,6 +104,8 @@ def input_grams(
         return inputs
 
     rounding.show_inputs(network, data, see)
+    if broken := not_finite(found):
+        raise ValueError(f"squared inputs of {broken[0]} on the data exceed float64; scale the data down.")
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sym._checks import check_numbers
-from lightning_sym._distributed import on_device_of
+from lightning_sym._distributed import inputs_for, on_device_of
 from lightning_sym.orbit import rounding
 from lightning_sym.orbit.directions import OrbitDirections
 from lightning_sym.orbit.gptq import input_grams
@@ -209,7 +209,7 @@ def prune_by_wanda(network: nn.Module, data: Any, fraction: float, *, keep: Coll
     """
     check_numbers("in [0, 1)", fraction=fraction)
     result = copied(network)
-    batches = on_device_of(result, rounding.batches_in(data))
+    batches = inputs_for(result, rounding.batches_in(data))
     squares = rounding.squared_inputs(result, batches)
     axes = rounding.pruned_matrices(result, keep)
     with torch.no_grad():

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn import functional
 
 from lightning_sym._checks import check_integers, check_numbers, check_words
 from lightning_sym._text import unknown
-from lightning_sym.networks.modes import twice_differentiable
+from lightning_sym.networks.modes import loss_errors, twice_differentiable
 from lightning_sym.orbit.closed_forms import least_dual_squares, least_squares
 from lightning_sym.orbit.objective import Objective, check_no_targets
 from lightning_sym.orbit.rounding import Granularity, RoundedInputs, check_rounding, kept, matrices_of, rounded
@@ -296,7 +296,9 @@ class GradientNorm(Objective):
         """Return the gradient of the loss by each parameter that has one."""
         leaves = {name: own for name, own in view.items() if own.requires_grad}
         with torch.enable_grad(), twice_differentiable():
-            value = self.loss(view.output(batch), targets_of(batch))
+            outputs, targets = view.output(batch), targets_of(batch)
+            with loss_errors(outputs, targets):
+                value = self.loss(outputs, targets)
             found = torch.autograd.grad(value, list(leaves.values()), create_graph=create_graph, allow_unused=True)
         return dict(zip(leaves, found, strict=True))
 
@@ -315,17 +317,29 @@ class GaussNewton(Objective):
         def outputs(weights: dict[str, Tensor]) -> Tensor:
             return view.replaced(weights).output(batch)
 
-        targets = targets_of(batch)
+        weights = {name: view[name] for name in vectors}
+        value, speed = jvp(outputs, (weights,), (dict(vectors),))[:2]
+        result: Tensor = (speed * self.curved(value, targets_of(batch))(speed)).sum()
+        return result
+
+    def curved(self, outputs: Tensor, targets: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the product with the second derivative of the mean loss by all outputs.
+
+        By reverse derivatives alone, as the forward ones of some losses (squared errors) fail in torch.
+        """
 
         def slope(own: Tensor) -> Tensor:
             found: Tensor = grad(self.loss)(own, targets)
             return found
 
-        weights = {name: view[name] for name in vectors}
-        value, speed = jvp(outputs, (weights,), (dict(vectors),))[:2]
-        turned = jvp(slope, (value,), (speed,))[1]
-        result: Tensor = (speed * turned).sum()
-        return result
+        with loss_errors(outputs, targets):
+            back = vjp(slope, outputs)[1]
+
+        def product(speed: Tensor) -> Tensor:
+            found: Tensor = back(speed)[0]
+            return found
+
+        return product
 
 
 class GaussNewtonTrace(GaussNewton):
@@ -379,10 +393,9 @@ class GaussNewtonTrace(GaussNewton):
                 "probes=16 for an estimate of the trace."
             )
 
-        def second(own: Tensor, target: Tensor) -> Tensor:
-            return self.loss(own[None], target[None])
-
-        inner: Tensor = vmap(hessian(second))(outputs, targets).reshape(count, width, width)
+        # The blocks of the samples, with the weight of each in the mean: one that the loss ignores has none.
+        columns = torch.eye(width).to(outputs).view(width, 1, *outputs.shape[1:]).expand(width, *outputs.shape)
+        inner: Tensor = vmap(self.curved(outputs, targets))(columns).reshape(width, count, width).movedim(0, 1)
 
         def single(own: dict[str, Tensor], *one: Tensor) -> Tensor:
             batched = call._replace(positional=tuple(each[None] for each in one))
@@ -392,7 +405,7 @@ class GaussNewtonTrace(GaussNewton):
         found = {}
         for name, own in slopes.items():
             rows = own.reshape(count, width, -1)
-            found[name] = ((inner @ rows) * rows).sum((0, 1)).view(weights[name].shape) / count
+            found[name] = ((inner @ rows) * rows).sum((0, 1)).view(weights[name].shape)
         return found
 
 
@@ -511,7 +524,7 @@ class ErrorOfPruning(ErrorOfOutputs):
 
 
 class OfMatrices(Objective):
-    """The mean over matrices of a function of each."""
+    """The mean over matrices that are not 0 of a function of each."""
 
     smooth = False
     factors = _NO_SCALES
@@ -522,9 +535,12 @@ class OfMatrices(Objective):
 
     def __call__(self, view: View, batch: Any = None) -> Tensor:
         """Return the value; see :class:`Objective`."""
-        found = [self.of(view[name], axis) for name, axis in matrices_of(view.module).items()]
+        # A matrix of zeros is rounded without an error, and stays 0 along the orbit.
+        found = [
+            self.of(own, axis) for name, axis in matrices_of(view.module).items() if bool((own := view[name]).any())
+        ]
         if not found:
-            raise ValueError("the network has no matrix or kernel; expected at least one.")
+            raise ValueError("the network has no matrix or kernel other than 0; expected at least one.")
         return torch.stack(found).mean()
 
 

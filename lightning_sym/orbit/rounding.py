@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from lightning_sym._checks import check_integers, check_numbers, check_words, not_finite
+from lightning_sym._checks import check_integers, check_numbers, check_words, is_batch, not_finite
+from lightning_sym._distributed import fitting, inputs_for
 from lightning_sym._text import unknown
 from lightning_sym.networks.modes import evaluating, twice_differentiable
 from lightning_sym.orbit.objective import check_no_targets
@@ -31,6 +33,7 @@ _LINEAR = {
     torch.conv_transpose2d: (0, 1, -3),
     torch.conv_transpose3d: (0, 1, -4),
 }
+_NOT_FINITE = "inputs of a linear map of the network are not finite on the data; look for NaN and infinity in both."
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -215,18 +218,25 @@ def kept(weight: Tensor, fraction: float) -> Tensor:
     return mask.view(weight.shape)
 
 
-def batches_in(data: Any) -> list[Any]:
+def batches_in(data: Any, *, inputs_only: bool = True) -> list[Any]:
     """Return the batches of data: of one batch, or of an iterable of them.
 
+    Args:
+        data: See :func:`round_to_nearest`.
+        inputs_only: Whether targets are no batches.
+
     Raises:
-        ValueError: If there is none, or two look like inputs and their targets.
+        ValueError: If there is none, one is empty, or two look like inputs and their targets.
     """
     if data is None:
         raise ValueError("data are missing; pass a batch of inputs, or an iterable of batches.")
     batches = [data] if isinstance(data, (Tensor, Call, Mapping, tuple)) else list(data)
     if not batches:
         raise ValueError("data hold no batch; expected at least one.")
-    check_no_targets(batches)
+    if any(is_batch(own) and len(own) == 0 for own in tree_leaves(batches)):
+        raise ValueError("data hold a batch without samples; leave it out.")
+    if inputs_only:
+        check_no_targets(batches)
     return batches
 
 
@@ -329,13 +339,22 @@ def _ranges(network: nn.Module, bits: int, data: Any) -> list[Tensor]:
     """Return the largest input of each linear map on data."""
     found: list[Tensor] = []
     with torch.no_grad(), evaluating(network), twice_differentiable():
-        for batch in batches_in(data):
+        for batch in inputs_for(network, batches_in(data)):
             with RoundedInputs(bits) as mode:
-                call_of(batch).run(network)
+                _run(network, batch)
+            if not all(own.isfinite() for own in mode.seen):
+                raise ValueError(_NOT_FINITE)
             if found and len(found) != len(mode.seen):
                 raise ValueError("the network calls other linear maps on each batch; expected the same ones.")
             found = [torch.maximum(one, two) for one, two in zip(found or mode.seen, mode.seen, strict=True)]
     return found
+
+
+def _run(network: nn.Module, batch: Any) -> None:
+    """Run a network on a batch."""
+    call = call_of(batch)
+    with fitting(*call.positional, *call.keywords.values()):
+        call.run(network)
 
 
 def largest_inputs(network: nn.Module, data: Iterable[Any]) -> dict[str, Tensor]:
@@ -379,11 +398,20 @@ def show_inputs(network: nn.Module, data: Iterable[Any], see: See, *, gradients:
         data: Batches.
         see: See :class:`InputMode`.
         gradients: Whether the function needs them.
+
+    Raises:
+        ValueError: If the network does not run on the data, or an input is not finite.
     """
+
+    def finite(inputs: Tensor, weight: Tensor | None, axis: int, again: Callable[..., Any]) -> Tensor:
+        if inputs.is_floating_point() and not inputs.isfinite().all():
+            raise ValueError(_NOT_FINITE)
+        return see(inputs, weight, axis, again)
+
     with torch.set_grad_enabled(gradients), evaluating(network), twice_differentiable():
         for batch in data:
-            with InputMode(see):
-                call_of(batch).run(network)
+            with InputMode(finite):
+                _run(network, batch)
 
 
 def _with_inputs(network: nn.Module, data: Iterable[Any], take: Callable[[str, Tensor], None]) -> None:

@@ -344,8 +344,8 @@ class CKA(LinkedCKA):
         kernel: ``linear``, ``max`` or ``laplace``.
         estimator: ``unbiased`` (Song et al. 2012), ``biased`` (Kornblith et al. 2019) or ``minibatch`` (Nguyen et al.
             2021).
-        normalize: ``channel`` divides each channel by its norm over samples and positions; ``none`` does not. The
-            default depends on the kernel: none for ``linear``. ``minibatch`` takes ``none`` only, as norms within a
+        normalize: ``channel`` divides each centred channel by its norm over samples and positions; ``none`` does not.
+            The default depends on the kernel: none for ``linear``. ``minibatch`` takes ``none`` only, as norms within a
             batch depend on the rest of the batch.
         bandwidth: ``h`` of the Laplace kernel, > 0; default the median distance of different samples.
         axes: The axes of the channels of x and of y.

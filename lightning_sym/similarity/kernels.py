@@ -1,10 +1,12 @@
 """Kernels between samples, and the Hilbert-Schmidt independence criterion of two kernels."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from lightning_sym._checks import check_known, check_numbers, is_finite
 
 Kernel = Literal["linear", "max", "laplace"]
 
@@ -75,7 +77,15 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
 
     Note:
         One matrix product per channel; memory for a few kernels.
+
+    Raises:
+        ValueError: If there are no such axes or kernel, a value is not finite, or the bandwidth is not positive.
     """
+    check_known("kernel", kernel, get_args(Kernel))
+    if bandwidth is not None:
+        check_numbers("> 0", bandwidth=bandwidth)
+    if x.ndim != 3 or not x.dtype.is_floating_point or not is_finite(x):
+        raise ValueError(f"x must be of shape [N, C, positions], floating and finite, got {x.dtype} {list(x.shape)}.")
     if kernel == "linear":
         return _largest_products(x.flatten(1)[None])
     channels = x.transpose(0, 1).contiguous()  # each [N, positions]
@@ -92,7 +102,7 @@ def gram(x: Tensor, kernel: Kernel, bandwidth: float | None = None) -> Tensor:
             distances[rows] += torch.cdist(channel[rows], channel, compute_mode="donot_use_mm_for_euclid_dist")
     if bandwidth is None:
         above = distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
-        bandwidth = float(above.median()) or 1.0
+        bandwidth = (float(above.median()) if len(above) else 0.0) or 1.0
     return distances.div_(-bandwidth).exp_()
 
 

@@ -187,6 +187,8 @@ def half_frozen() -> Masked:
     [
         refused(curve_coefficients, kind="spline", count=3, t=torch.zeros(()), says="spline"),
         refused(curve_coefficients, "chain", count=1, t=torch.zeros(()), says="count must be an integer >= 2"),
+        refused(curve_coefficients, "chain", 2, torch.arange(2), says="t must be a floating tensor"),
+        refused(Curve(torch.zeros(2, 3)).save, "", says="path of the file is empty or a folder"),
         refused(Curve, torch.zeros(1, 3), says="at least two weight vectors"),
         refused(Curve, torch.zeros(2, 3), kind="loop", says="loop"),
         refused(Curve(torch.eye(2), about={"x": torch.ones(2)}).to_bytes, says="about must map names"),

@@ -441,6 +441,14 @@ def test_gradient_norm_and_curvature_agree_with_dense_derivatives():
     values = torch.randn(12, 4).double()
     slopes = torch.func.grad(lambda own: (outputs(own) - values).square().mean())(flat)
     assert torch.allclose(gradient_norm("mse")(view, (inputs, values)), slopes.square().sum(), rtol=1e-10)
+    squares = 2 * jacobian.square().sum() / values.numel()
+    assert torch.allclose(sharpness("mse")(view, (inputs, values)), squares, rtol=1e-10)
+    top = torch.linalg.svdvals(jacobian.flatten(0, -2))[0].square() * 2 / values.numel()
+    assert torch.allclose(sharpness("mse", "top")(view, (inputs, values)), top, rtol=1e-8)
+    counts = targets.index_fill(0, torch.tensor([1, 4]), -100)  # of labels that the loss ignores, one has no curvature
+    rows = (counts >= 0).to(inner)[:, None, None] * inner * len(inputs) / int((counts >= 0).sum())
+    ignoring = torch.einsum("nkp,nkl,nlp->", jacobian, rows, jacobian) / len(inputs)
+    assert torch.allclose(sharpness()(view, (inputs, counts)), ignoring, rtol=1e-10)
     assert torch.allclose(sharpness()(view, batch), matrix.trace(), rtol=1e-10)
     assert torch.allclose(matrix.trace(), hessian.trace(), rtol=1e-10)  # piecewise linear in each weight
     assert torch.allclose(sharpness(kind="top")(view, batch), torch.linalg.eigvalsh(matrix)[-1], rtol=1e-8)
@@ -520,3 +528,14 @@ def test_classes_are_the_last_axis_of_outputs_of_sequences():
     network, inputs, targets = nn.Linear(4, 5).double(), torch.randn(3, 7, 4).double(), torch.randint(0, 5, (3, 7))
     flat = gradient_norm()(seen(network), (inputs.flatten(0, 1), targets.flatten()))
     assert torch.allclose(gradient_norm()(seen(network), (inputs, targets)), flat, rtol=1e-12)
+
+
+def test_matrices_of_zeros_have_no_error_of_rounding():
+    network, _ = mlp()
+    with torch.no_grad():
+        network[0].weight.zero_()
+    rest = [own for own in network.parameters() if own.ndim > 1 and own.any()]
+    expected = torch.stack([own.abs().mean() / own.square().mean().sqrt() for own in rest]).mean()
+    assert torch.allclose(sparsity(kind="l1")(seen(network)), expected, rtol=1e-12)
+    steps = torch.stack([(own.abs().max() / 7).square() / 12 / own.square().mean() for own in rest]).mean()
+    assert torch.allclose(quantization_error(kind="range")(seen(network)), steps, rtol=1e-12)

@@ -202,9 +202,8 @@ def test_what_is_no_square_floating_matrix_is_refused(function):
     assert_refused(function, torch.ones(2, 3), says="must be square, shape [C, C] with C >= 1, got shape [2, 3]")
     assert_refused(function, torch.ones(0, 0), says="must be square")
     assert_refused(function, torch.ones(2, 2, dtype=torch.int64), says="must be floating, got", error=TypeError)
-    if function is not sinkhorn:
-        says = "not finite; look for a diverged"
-        assert_refused(function, torch.tensor([[1.0, math.nan], [0.0, 1.0]]), says=says)
+    says = "not finite; look for a diverged"
+    assert_refused(function, torch.tensor([[1.0, math.nan], [0.0, 1.0]]), says=says)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +214,7 @@ def test_what_is_no_square_floating_matrix_is_refused(function):
         refused(project_to_birkhoff, torch.eye(2), max_iterations=0),
         refused(soft_sort, torch.ones(2), tau=0),
         refused(soft_sort, torch.eye(2), 1.0, says="vector of shape [C]"),
+        refused(soft_sort, torch.tensor([1.0, math.inf]), 1.0, says="scores has entries that are not finite"),
         refused(soft_sort, torch.arange(2), 1.0, says="scores must be a floating tensor, got", error=TypeError),
     ],
 )

@@ -17,6 +17,7 @@ from lightning_sym.curvature import (
     CurvatureOperator,
     Evidence,
     GaussianPrior,
+    MatrixOperator,
     factors,
     input_jacobians,
     jacobian_rank,
@@ -24,10 +25,12 @@ from lightning_sym.curvature import (
 )
 from lightning_sym.ensembles import log_probabilities
 from lightning_sym.landscape import learning_coefficient, removable_units, surfaces, weight_vector
+from lightning_sym.layers import EquivariantLinear
 from lightning_sym.merging import Adapter, MergeConfig, merge_adapters, merge_tensors
 from lightning_sym.networks import recalibrate_batch_norm
 from lightning_sym.orbit import cross_layer_equalization, prune_by_magnitude
-from lightning_sym.similarity import features_of
+from lightning_sym.similarity import CKA, GroupProcrustes, SimilarityMatrix, features_of
+from lightning_sym.stitching import FullMap, sinkhorn
 from lightning_sym.symmetry import (
     activation_matching,
     local_dimension,
@@ -149,6 +152,11 @@ def test_arguments_of_another_type_are_named_and_what_a_function_raises_itself_s
         (lambda: symmetry.check(a, X, samples="2"), "samples of Symmetry.check must be of type int, got str"),
         (lambda: CurveNetwork(a, {}), "end of CurveNetwork must be of type Module, got dict"),
         (lambda: Curve.straight([0.0], X[0]), "start of Curve.straight must be of type Tensor, got list"),
+        (lambda: GroupProcrustes(nn.ReLU()), "group of GroupProcrustes must be of type ChannelGroup |"),
+        (lambda: GroupProcrustes.at(a, "0"), "symmetry of GroupProcrustes.at must be of type Symmetry, got Sequential"),
+        (lambda: SimilarityMatrix(CKA(), ["0"]).update(X, X), "first of SimilarityMatrix.update must be of type"),
+        (lambda: FullMap(None), "port of FullMap must be of type Port, got NoneType"),
+        (lambda: EquivariantLinear(1, 1, "c4"), "action of EquivariantLinear must be of type Tensor |"),
     ]:
         assert_refused(call, says=says, error=TypeError)
     assert_refused(interpolate, a, a, math.nan, says="t must be finite, got nan")
@@ -158,6 +166,18 @@ def test_arguments_of_another_type_are_named_and_what_a_function_raises_itself_s
         raise AttributeError("of the user's loss")
 
     assert_refused(barrier, a, a, [(X, Y)], loss=fails, says="of the user's loss", error=AttributeError)
+
+
+@pytest.mark.parametrize(("call", "name"), [
+    (lambda x: GroupProcrustes("relu").update(x, x), "x of GroupProcrustes.update"),
+    (lambda x: sinkhorn(x[:3]), "matrix of sinkhorn"),
+    (lambda x: MatrixOperator(x[:3]), "matrix of MatrixOperator"),
+    (lambda x: barrier(nn.Linear(3, 2), nn.Linear(3, 2), [(x, Y)]), "data of barrier"),
+    (lambda x: jacobian_rank(nn.Linear(3, 2, device=x.device), X), "network of jacobian_rank"),
+    (lambda x: merge_tensors("ties", [{"a": x}], base={"a": x}, density=0.5), "tensors of merge_tensors"),
+])  # fmt: skip
+def test_tensors_without_values_are_named(call, name):
+    assert_refused(call, X.to("meta"), says=f"{name} has tensors on the meta device, which hold no values")
 
 
 def test_numbers_that_are_not_finite_and_networks_of_others_are_refused():

@@ -31,8 +31,8 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
     The result is not the Euclidean projection, see :func:`project_to_birkhoff`, but minimises relative entropy.
 
     Args:
-        matrix: Entries of any sign; negative ones count as 0. Shape ``[C, C]``, floating; half precision is computed
-            in float32.
+        matrix: Finite entries of any sign; negative ones count as 0. Shape ``[C, C]``, floating; half precision is
+            computed in float32.
         iterations: >= 1.
 
     Returns:
@@ -40,7 +40,7 @@ def sinkhorn(matrix: Tensor, iterations: int = 16) -> Tensor:
 
     Raises:
         TypeError: If the dtype is not floating.
-        ValueError: If the matrix is not square, or ``iterations`` < 1.
+        ValueError: If the matrix is not square or not finite, or ``iterations`` < 1.
 
     References:
         Godfrey et al. (2022), arXiv:2205.14258, appendix D.2. The floor is an addition: without it zero rows stay zero.
@@ -99,7 +99,6 @@ def project_to_birkhoff(matrix: Tensor, tolerance: float = 1e-8, max_iterations:
     _check_square(matrix)
     check_numbers("> 0", tolerance=tolerance)
     check_integers(max_iterations=max_iterations)
-    _check_finite(matrix)
     size = len(matrix)
     device = "cpu" if matrix.device.type == "mps" else matrix.device  # MPS has no float64
     point = matrix.detach().to(device, torch.float64)
@@ -159,7 +158,6 @@ def nearest_permutation(matrix: Tensor) -> Tensor:
         tensor([0, 1])
     """
     _check_square(matrix)
-    _check_finite(matrix)
     columns = linear_sum_assignment(matrix.detach().cpu().double().numpy(), maximize=True)[1]
     return torch.as_tensor(columns, dtype=torch.int64, device=matrix.device)
 
@@ -171,7 +169,7 @@ def soft_sort(scores: Tensor, tau: float) -> Tensor:
     in general do not. Without ties, the largest entries of the rows are at ``q.argsort(descending=True)``.
 
     Args:
-        scores: ``q``. Shape ``[C]``, floating.
+        scores: ``q``, finite. Shape ``[C]``, floating.
         tau: Temperature, in units of the scores, > 0; the limit 0 is the permutation.
 
     Returns:
@@ -179,7 +177,7 @@ def soft_sort(scores: Tensor, tau: float) -> Tensor:
 
     Raises:
         TypeError: If the dtype is not floating.
-        ValueError: If ``scores`` is no vector, or ``tau`` is not a number > 0.
+        ValueError: If ``scores`` is no vector or not finite, or ``tau`` is not a number > 0.
 
     References:
         Prillo and Eisenschlos (2020), "SoftSort: A Continuous Relaxation for the argsort Operator",
@@ -195,6 +193,7 @@ def soft_sort(scores: Tensor, tau: float) -> Tensor:
     if scores.ndim != 1 or not len(scores):
         raise ValueError(f"scores must be a vector of shape [C] with C >= 1, got shape {list(scores.shape)}.")
     check_numbers("> 0", tau=tau)
+    _check_finite("The vector of scores", scores)
     ordered = scores.sort(descending=True, stable=True).values
     distances = (ordered[:, None] - scores).abs()
     return torch.softmax(-distances / tau, dim=1)
@@ -215,8 +214,9 @@ def _check_square(matrix: Tensor) -> None:
         raise TypeError(f"The matrix must be floating, got {matrix.dtype}.")
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise ValueError(f"The matrix must be square, shape [C, C] with C >= 1, got shape {list(matrix.shape)}.")
+    _check_finite("The matrix", matrix)
 
 
-def _check_finite(matrix: Tensor) -> None:
-    if not bool(matrix.isfinite().all()):
-        raise ValueError("The matrix has entries that are not finite; look for a diverged training or overflow.")
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} has entries that are not finite; look for a diverged training or overflow.")

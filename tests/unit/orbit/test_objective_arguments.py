@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_sym.orbit import (
     OBJECTIVES,
+    awq,
     minimize_on_orbit,
     objective_named,
     prune_by_magnitude,
@@ -18,6 +19,8 @@ from lightning_sym.orbit import (
 from lightning_sym.symmetry import trace_symmetry
 
 LAYER = nn.Linear(4, 3)
+RELU = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+SYMMETRY = trace_symmetry(RELU, torch.ones(2, 4).double())
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,30 @@ LAYER = nn.Linear(4, 3)
         (lambda: prune_by_wanda(LAYER, torch.randn(2, 4), 1.5), "fraction"),
         (lambda: prune_by_wanda(LAYER, None, 0.5), "data are missing"),
         (lambda: prune_by_wanda(LAYER, [], 0.5), "data hold no batch"),
+        *(
+            (lambda use=use, data=data: use(data), message)
+            for data, message in {
+                torch.full((2, 4), torch.nan): "inputs of a linear map of the network are not finite on the data",
+                torch.full((2, 4), torch.inf): "inputs of a linear map of the network are not finite on the data",
+                torch.ones(0, 4): "data hold a batch without samples",
+                torch.ones(2, 3): "the network does not run on inputs float",
+            }.items()
+            for use in (
+                lambda data: round_by_gptq(LAYER, 4, data=data),
+                lambda data: round_to_nearest(LAYER, 4, activations=4, data=data),
+                lambda data: prune_by_wanda(LAYER, data, 0.5),
+                lambda data: awq(SYMMETRY, RELU, data),
+                lambda data: smooth_quant(SYMMETRY, RELU, data),
+            )
+        ),
+        (lambda: round_by_gptq(RELU, 4, data=torch.full((2, 4), 1e200, dtype=torch.double)), "exceed float64"),
+        *(
+            (
+                lambda own=own: minimize_on_orbit(SYMMETRY, RELU, own, data=(torch.ones(2, 4), torch.tensor([0, 5]))),
+                "loss cannot be computed",
+            )
+            for own in (objective_named("gradient_norm"), objective_named("sharpness"))
+        ),
         (lambda: prune_by_wanda(LAYER, [torch.ones(5, 4), torch.arange(5)], 0.5), r"pass a tuple, data=\(inputs"),
     ],
 )
@@ -105,3 +132,14 @@ def test_batches_of_tokens_are_batches():
     tokens = torch.arange(10).view(5, 2) % 7
     network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
     assert round_by_gptq(network, 3, data=[tokens, tokens.flip(0)])[1].weight.unique().numel() <= 7
+
+
+def test_data_are_converted_to_the_precision_of_the_network():
+    inputs = torch.randn(9, 4)
+    for use in (
+        lambda data: round_by_gptq(RELU, 3, data=data),
+        lambda data: round_to_nearest(RELU, 3, activations=3, data=data),
+        lambda data: prune_by_wanda(RELU, data, 0.5),
+    ):
+        pairs = zip(use(inputs).parameters(), use(inputs.double()).parameters(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)

@@ -20,6 +20,7 @@ from lightning_sym.similarity import (
     OrthogonalProcrustes,
     SimilarityMatrix,
     features_of,
+    gram,
 )
 from lightning_sym.symmetry import trace_symmetry
 from lightning_sym.symmetry.group.channels import ChannelGroup
@@ -58,6 +59,10 @@ SYMMETRY = trace_symmetry(NETWORK, torch.randn(2, 5))
         refused(GroupProcrustes, "rellu", says="rellu"),
         refused(GroupProcrustes.at, SYMMETRY, "7", says="7"),
         refused(CKA, kernel="rbf"),
+        refused(gram, X.flatten(2), "rbf", says="Unknown kernel 'rbf'"),
+        refused(gram, X.flatten(2), "laplace", -1.0, says="bandwidth must be a number > 0"),
+        refused(gram, X.flatten(2) * math.nan, "linear", says="floating and finite"),
+        refused(gram, X.flatten(1), "linear", says="of shape [N, C, positions]"),
         refused(CKA, estimator="best"),
         refused(CKA, normalize="batch"),
         refused(CKA, bandwidth=0.0),
@@ -377,3 +382,7 @@ def test_similarity_ignores_the_scale_or_refuses_it(metric):
     for scale, word in ((1e-200, "small"), (1e200, "large")):
         with pytest.raises(ValueError, match=rf"of up to \de[+-]\d+.* too {word} for .*; divide them by that"):
             aligned(scale)
+
+
+def test_the_kernel_of_one_sample_is_1():
+    assert gram(X[:1].flatten(2), "laplace").tolist() == [[1.0]]

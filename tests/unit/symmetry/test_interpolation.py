@@ -267,18 +267,52 @@ def test_a_loss_that_depends_on_the_batches_is_named(unequal):
     if unequal == "ignored label":
         labels[33] = -100
     options = {"class weights": {"weight": WEIGHTS}, "sum": {"reduction": "sum"}}.get(unequal, {})
+    loss = functools.partial(F.cross_entropy, **options)
     with pytest.warns(UserWarning, match="batches of other sizes would be another number: loss must be the mean over"):
         found = [
             barrier(a, b, list(zip(images.split(size), labels.split(size), strict=True)), points=2,
-                    loss=functools.partial(F.cross_entropy, **options)).loss[0]
+                    loss=lambda outputs, labels: loss(outputs, labels)).loss[0]
             for size in (50, 8)
         ]  # fmt: skip
     assert abs(found[0] - found[1]) > 1e-6
 
 
-def test_a_batch_without_labels_is_named():
-    images, labels = batch(8)
-    ignored = [(images[:4], labels[:4]), (images[4:], torch.full((4,), -100))]
+LOSSES = {
+    "default": (None, {}),
+    "module": (nn.CrossEntropyLoss(ignore_index=1), {"ignore_index": 1}),
+    "smoothed": (functools.partial(F.cross_entropy, label_smoothing=0.1), {"label_smoothing": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_ignored_labels_do_not_count(name):
+    """Neither in the loss nor in the accuracy, whatever the batches are: also where one has no other labels."""
+    loss, options = LOSSES[name]
+    a, b = perceptron(0), perceptron(1)
+    images, labels = batch(50)
+    ignored = options.get("ignore_index", -100)
+    labels[[3, 17, 18]] = labels[40:] = ignored
+    data = list(zip(images.split(8), labels.split(8), strict=True))
+    found = barrier(a, b, data, points=2, loss=loss)  # a warning of unequal weights would fail
+    outputs = a.eval()(images)
+    torch.testing.assert_close(found.loss[0], F.cross_entropy(outputs, labels, **options).detach(), rtol=1e-10, atol=0)
+    counted = labels != ignored
+    assert found.accuracy[0] == pytest.approx(float((outputs.argmax(1) == labels)[counted].double().mean()))
+    assert found.samples == 50
+
+
+def test_padded_sequences_count_by_their_labels():
+    torch.manual_seed(0)
+    network = nn.Conv1d(4, 3, 1).double()
+    inputs, labels = torch.randn(9, 4, 5).double(), torch.randint(3, (9, 5))
+    labels[2:, 3:] = labels[7] = -100
+    data = list(zip(inputs.split(4), labels.split(4), strict=True))
+    expected = F.cross_entropy(network(inputs), labels).detach()
+    torch.testing.assert_close(barrier(network, network, data, points=2).loss[0], expected, rtol=1e-12, atol=0)
+
+
+def test_data_without_labels_are_named():
+    ignored = [(batch(8)[0], torch.full((8,), -100))]
     assert_refused(barrier, perceptron(0), perceptron(1), ignored, says="batches in which all labels are ignored")
 
 
