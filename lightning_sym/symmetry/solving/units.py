@@ -10,9 +10,6 @@ from lightning_sym.symmetry.numbering import Hashes, Numbers, components, flat, 
 from lightning_sym.symmetry.solving.planes import Places, PlaneFinder
 from lightning_sym.symmetry.tracing.labelling.constraints import Constraints, Label, Sighting
 
-# Bits of hashes that tell no buckets apart.
-_BUCKETS = np.uint64(44)
-
 
 @dataclass(frozen=True)
 class Positions:
@@ -156,13 +153,9 @@ def _told_apart(
         result = np.zeros(len(tag), bool)
         for part in parts(offset):
             key = mix(tagged(place[where[part]], tag[part]) ^ atom[part].astype(np.uint64))
-            # Equal keys meet in one bucket; only those that are not alone there are sorted.
-            bucket, here = (key >> _BUCKETS).astype(np.int64), np.arange(len(key))
-            last = np.empty(2**20, np.int64)
-            last[bucket] = here
-            met = marked(len(key), *(own[last[bucket] != here] for own in (here, last[bucket])))
-            met = np.flatnonzero(met)
-            order = met[np.argsort(key[met])]
+            if len(rising(key)) == len(key):  # found in a fraction of the time
+                continue
+            order = np.argsort(key)
             same = np.flatnonzero(key[order[1:]] == key[order[:-1]])
             result[part][order[same]] = result[part][order[same + 1]] = True
         return result
