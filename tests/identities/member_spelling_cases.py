@@ -1,11 +1,13 @@
-"""Ensembles that run from stacked weights, weights over their norm, exponentials; see ``spelling_cases.py``."""
+"""Ensembles that run from stacked weights, derivatives, weights over their norm; see ``spelling_cases.py``."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers import parameter
 from spelling_cases import Function, Spelled, each
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.nn import functional as F
 
 L = nn.Linear
@@ -186,7 +188,66 @@ ADDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "log": lambda x, y: (x.exp() + y.exp()).log(),
 }
 
+
+# ---- functions that are differentiated, or vectorised
+
+
+def energy(s: Any, x: Tensor) -> Tensor:
+    return (s.v * F.relu(s.a(x)).square()).sum(-1)
+
+
+def force(s: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(energy(s, x).sum(), x, create_graph=True)[0]
+
+
+def inner_step(s: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(s.a(x))
+    return h @ (s.v - grad(lambda w: (h @ w).square().mean() / 2)(s.v))
+
+
+def inner_step_by_hand(s: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(s.a(x))
+    return h @ (s.v - (h @ s.v) @ h / len(x))
+
+
+def weights_differentiated(s: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(s.a(x))
+    with torch.enable_grad():
+        found = torch.autograd.grad((h @ s.v).square().mean() / 2, s.v, create_graph=True)[0]
+    return h @ (s.v - found)
+
+
+FORCES: dict[str, Spelled] = {
+    "by hand": lambda s, x: (2 * s.v * F.relu(s.a(x))) @ s.a.weight,
+    "grad": lambda s, x: grad(lambda y: energy(s, y).sum())(x),
+    "grad of each": lambda s, x: vmap(grad(lambda row: energy(s, row)))(x),
+    "autograd": force,
+}
+SCORES: dict[str, Spelled] = {
+    "transposed": lambda s, x: (lambda h: F.conv_transpose2d((h > 0) * F.conv_transpose2d(2 * s.b(F.relu(h)),
+        s.b.weight), s.a.weight))(s.a(x)),
+    "grad": lambda s, x: grad(lambda y: s.b(F.relu(s.a(y))).square().sum())(x),
+}  # fmt: skip
+STEPS: dict[str, Spelled] = {
+    "by hand": inner_step_by_hand,
+    "grad": inner_step,
+    "autograd": weights_differentiated,
+}
+THREE: dict[str, Spelled] = {
+    "batch": lambda s, x: s.b(torch.tanh(s.m(s.a(x)))),
+    "vmap": lambda s, x: vmap(lambda row: s.b(torch.tanh(s.m(s.a(row)))))(x),
+}
+
+
 MEMBERS: dict[str, Function] = {
+    "derivative of an energy": Function({"a": lambda: L(5, 4), "v": parameter(4)}, vectors, 4, FORCES, samples=60),
+    "derivative of convolutions": Function({"a": lambda: nn.Conv2d(2, 3, 2), "b": lambda: nn.Conv2d(3, 4, 2)}, images,
+        9, SCORES),
+    "step of an inner loop": Function({"a": lambda: L(5, 4), "v": parameter(4)}, vectors, 0, STEPS, samples=60),
+    "samples one by one": Function({"a": lambda: L(5, 3), "m": lambda: L(3, 5), "b": lambda: L(5, 3)}, vectors, 12,
+        THREE),
     "matrix over sigma": Function(POWERS, vectors, 1, each(SIGMAS, divided), samples=60),
     "matrix over its norm": Function(POWERS, vectors, 1, each({"norm": lambda s: s.a.weight.norm(),
         "root": lambda s: s.a.weight.square().sum().sqrt()}, divided), samples=60),

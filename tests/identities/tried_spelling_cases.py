@@ -383,6 +383,17 @@ MIXED: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+KERNELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "convolution": lambda s, v: s.m(v[..., None])[..., 0],
+    "matmul": lambda s, v: s.m.weight[..., 0, 0] @ v + s.m.bias[:, None],
+}
+CROSSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "parts": lambda u, v: torch.stack([u[:, i - 2] * v[:, i - 1] - u[:, i - 1] * v[:, i - 2] for i in range(3)], 1),
+    "linalg": lambda u, v: torch.linalg.cross(u, v, dim=1),
+    "dim": lambda u, v: torch.cross(u, v, dim=-2),
+}
+
+
 def spatial_gate(mix: Callable[[Any, Tensor], Tensor]) -> Spelled:
     def forward(s: Any, x: Tensor) -> Tensor:
         u, v = F.gelu(s.a(x)).chunk(2, -1)
@@ -577,6 +588,10 @@ TRIED: dict[str, Function] = {
         two_sequences, 12, each(PAIR_ROWS, lambda row: lambda s, x, y: row(s, s.a(x), s.b(y)))),
     "spatial gate": Function({"a": of(L, 5, 8), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)}, steps(5),
         3, each(MIXED, spatial_gate), samples=60),
+    "spatial gate of a kernel": Function({"a": of(L, 5, 8), "n": of(nn.LayerNorm, 4), "m": of(C, 3, 3, (1, 1)),
+        "o": of(L, 4, 5)}, steps(5), 3, each(KERNELS, spatial_gate), samples=60),
+    "cross products": Function({"a": of(L, 5, 4), "b": of(L, 5, 4), "o": of(L, 4, 6)}, steps(5), 4,
+        each(CROSSED, lambda own: lambda s, x: s.o(torch.tanh(own(F.relu(s.a(x)), s.b(x))))), samples=60),
     "mixed tokens of a norm": Function({"a": of(L, 5, 4), "n": of(nn.LayerNorm, 4), "m": of(L, 3, 3), "o": of(L, 4, 5)},
         steps(5), 8, each(MIXED, mixer), samples=60),
     "relative keys": Function({"w": of(L, 6, 12), "e": of(nn.Embedding, 5, 2), "o": of(L, 4, 6)}, steps(6),

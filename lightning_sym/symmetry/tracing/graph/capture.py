@@ -31,6 +31,7 @@ from lightning_sym.networks.base import Cuts
 from lightning_sym.networks.modes import attributes_kept
 from lightning_sym.symmetry.charts import Chart, Piece
 from lightning_sym.symmetry.tracing.graph.calls import Call, OutputError, misspelt, tensors_of
+from lightning_sym.symmetry.tracing.graph.derivatives import of_derivatives
 from lightning_sym.symmetry.tracing.graph.folding import Folding
 from lightning_sym.symmetry.tracing.graph.recurrent import decompositions
 
@@ -537,11 +538,13 @@ def capture(
     cuts: Cuts | None = None,
     fold: bool = False,
     given: bool = False,
+    inside: bool = False,
 ) -> Capture:
     """Run a network once on tensors without data and record its operations.
 
     The operations are those that `torch.export` shows before autograd, in evaluation mode. Skipping the passes that
-    verify and serialise the program makes this two to three times as fast.
+    verify and serialise the program makes this two to three times as fast. If the network differentiates or vectorises
+    functions, they are those below autograd instead.
 
     Args:
         network: The network.
@@ -551,6 +554,7 @@ def capture(
         fold: Whether to compute the values of constants during the run, which is slower. Without it the function falls
             back to folding where the network needs values.
         given: Whether integer and boolean inputs are constants, too. The function falls back to this last.
+        inside: Whether to record the operations of derivatives and vectorised functions.
 
     Raises:
         ValueError: If the control flow depends on values, an operation cannot run without data, or no output counts.
@@ -568,7 +572,10 @@ def capture(
         stack.callback(recorder.close)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         # Detached before entering the mode: inside, detaching is ten times as slow.
-        fake = {name: _without_data(tensor, mode, alone=True) for name, tensor in states.items()}
+        fake = {
+            name: _without_data(tensor, mode, alone=True).requires_grad_(inside and tensor.requires_grad)
+            for name, tensor in states.items()
+        }
         arguments = pytree.tree_map_only(
             Tensor, lambda t: _without_data(t, mode), (call.positional, dict(call.keywords))
         )
@@ -594,8 +601,10 @@ def capture(
             return call.counted(outputs)
 
         stack.enter_context(without_log())
+        refusal: ValueError | None = None
         try:
-            module: fx.GraphModule | None = make_fx(run, decompositions(), tracing_mode="real", pre_dispatch=True)(
+            spelled = decompositions() | (of_derivatives() if inside else {})
+            module: fx.GraphModule | None = make_fx(run, spelled, tracing_mode="real", pre_dispatch=not inside)(
                 fake, arguments
             )
         except OutputError as error:
@@ -605,9 +614,18 @@ def capture(
                 raise _refusal(error, misspelt(network, call), _of_experts(network)) from error
             module = None
         except Exception as error:
-            raise _refusal(error, misspelt(network, call), _of_experts(network)) from error  # as in the log
+            refusal = _refusal(error, misspelt(network, call), _of_experts(network))
+            if inside:
+                raise refusal from error  # as in the log
+            refusal.__cause__ = error
+    if refusal is not None:
+        with contextlib.suppress(ValueError):
+            return capture(network, call, leaf_types, cuts=cuts, fold=fold, given=given, inside=True)
+        raise refusal
     if module is None or (_hidden(module) and not fold):
-        return capture(network, call, leaf_types, cuts=cuts, fold=True, given=fold)
+        return capture(network, call, leaf_types, cuts=cuts, fold=True, given=fold, inside=inside)
+    if not inside and next(_transformed(module), None):
+        return capture(network, call, leaf_types, cuts=cuts, fold=fold, given=given, inside=True)
     _check_operations(module, recorder)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     return Capture(
@@ -673,20 +691,21 @@ def _hidden(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in nodes if isinstance(getattr(module, str(node.target), None), FakeTensor)]
 
 
-def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
-    """Reject graphs with operations that the capture cannot record."""
+def _transformed(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the operations inside derivatives or vectorised functions, of which the graph shows no values."""
     invisible = _hidden(module)
     for node in module.graph.nodes:
         values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-        hidden = node in invisible
-        if hidden or any(is_functorch_wrapped_tensor(value) for value in values):
-            what = (
-                "computes a gradient inside, or sets the .data of a tensor"
-                if hidden
-                else "uses torch.vmap or another transform of functions"
-            )
-            where = recorder.modules.get(node, "forward")
-            raise ValueError(
-                f"the network cannot be traced, because {where} {what}; expected plain operations: write them with a "
-                "batch axis, or register a rule for the module that holds them (lightning_sym.symmetry.register_rule)"
-            )
+        if node in invisible or any(is_functorch_wrapped_tensor(value) for value in values):
+            yield node
+
+
+def _check_operations(module: fx.GraphModule, recorder: _Recorder) -> None:
+    """Reject graphs with operations that the capture cannot record."""
+    for node in _transformed(module):
+        where = recorder.modules.get(node, "forward")
+        raise ValueError(
+            f"the network cannot be traced, because {where} sets the .data of a tensor, or transforms a function in a "
+            "way that cannot be followed; expected plain operations: write them with a batch axis, or register a rule "
+            "for the module that holds them (lightning_sym.symmetry.register_rule)"
+        )

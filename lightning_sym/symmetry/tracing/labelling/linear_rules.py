@@ -75,7 +75,9 @@ def _convolution(
     groups = args[1] if len(args) > 1 else 1
     shape, count, transposed = trace.output_shape(), spatial_axes_of(trace.operation), "transpose" in trace.operation
     channel = value.ndim - count - 1
-    value = trace.tied(value, range(-count, 0))
+    inside = isinstance(padding, str) or not np.any(padding)
+    apart = [inside and weight.shape[at] == 1 and shape[at] == value.shape[at] for at in range(-count, 0)]
+    value = trace.tied(value, [at - count for at in range(count) if not apart[at]])  # places that the kernel combines
     weight = trace.free_of(weight, range(2, weight.ndim), "")
     if groups == 1:
         into: list[int | None] = [None] * weight.ndim

@@ -297,7 +297,7 @@ def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _neutral(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite sums with 0 and products with 1."""
+    """Rewrite sums with 0, products with 1 and first powers."""
     neutral = 0 if r.name(node) in ("add", "sub") else 1
     for value, other in (node.args[:2], node.args[1::-1] if r.name(node) in ("add", "mul") else (None, None)):
         number = other if isinstance(other, (int, float)) else filled(r, other)
@@ -626,6 +626,7 @@ _REWRITES: dict[str, Rewrite] = {
     "sub": _difference,
     "mul": _product,
     "div": _quotient,
+    "pow": _neutral,
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     **dict.fromkeys(("index", "index_select"), rows_at),
     "gather": gathered_rows,

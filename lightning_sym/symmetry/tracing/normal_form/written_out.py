@@ -39,6 +39,12 @@ def _attention(
     return logits.softmax(-1) @ value
 
 
+def _cross(x: Tensor, y: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:  # the first axis of size 3, perhaps the samples
+        raise ValueError(dim)
+    return x.roll(-1, dim) * y.roll(1, dim) - x.roll(1, dim) * y.roll(-1, dim)
+
+
 def _distances(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
     result: Tensor = torch.linalg.vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1)
     return result
@@ -183,6 +189,8 @@ FUNCTIONS: Mapping[str, Written] = {
     "cdist": _distances,
     "convolution": _convolution,
     "cosine_similarity": _cosine,
+    "cross": _cross,
+    "linalg_cross": lambda x, y, *, dim=-1: _cross(x, y, dim),
     "diag": _diagonal,
     "glu": _gated,
     "group_norm": _group_norm,
