@@ -217,7 +217,8 @@ def test_what_is_not_finite_has_no_overlap():
     metric, masks = ConceptOverlap(torch.zeros(2), 1), torch.ones(1, 1, 2, 2, dtype=torch.bool)
     maps = torch.tensor([1.0, math.nan]).view(1, 2, 1, 1)
     assert_refused(metric.update, maps, masks, says="maps must be finite")
-    assert_refused(detectors, torch.tensor([[math.nan, 0.2]]), says="overlaps must be in [0, 1]")
+    for bad in (math.nan, -0.1, 1.1):
+        assert_refused(detectors, torch.tensor([[bad, 0.2]]), says="overlaps must be in [0, 1]")
 
 
 def test_detectors_need_more_than_the_least_overlap():

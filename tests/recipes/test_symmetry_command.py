@@ -113,10 +113,6 @@ def test_default_inputs_of_torchvision(name: str, shape: tuple[int, ...]) -> Non
     assert tuple(example_of(build_model(f"torchvision:{name}", meta=True)).positional[0].shape[1:]) == shape
 
 
-def test_default_inputs_of_our_networks() -> None:
-    assert LeNet5(image_size=28).image_shape() == (1, 28, 28)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -120,11 +120,12 @@ def test_tables_numbers_and_pictures(zoo, tmp_path):
     of_base = [row["method"] for row in summary if row["setting"] == ONE_PARENT]
     assert of_base == list(METHODS)  # slerp, too: there are two fine-tunes
     assert [row["method"] for row in summary if row["setting"] == TWO_SEEDS] == ["linear", "slerp"]
-    (linear,) = chosen(summary, setting=ONE_PARENT, method="linear")
-    own = chosen(rows, setting=ONE_PARENT, method="linear", align=PLAIN)
-    scores = [row["accuracy"] for row in own if row["task"] != PARENT_TASK]
-    assert linear["plain"] == pytest.approx(sum(scores) / len(scores))
-    assert report.results.numbers["details/merging/one_parent/linear/plain"] == linear["plain"]
+    (linear,) = chosen(summary, setting=ONE_MOVED, method="linear")
+    for column, align in (("plain", PLAIN), ("aligned", ALIGNED)):
+        own = chosen(rows, setting=ONE_MOVED, method="linear", align=align)
+        scores = [row["accuracy"] for row in own if row["task"] != PARENT_TASK]
+        assert linear[column] == pytest.approx(sum(scores) / len(scores))
+    assert report.results.numbers["details/merging/one_moved/linear/plain"] == linear["plain"] < linear["aligned"]
     assert {path.name for path in (tmp_path / "results").glob("*.png")} == {"merging.png", "tasks.png"}
 
 

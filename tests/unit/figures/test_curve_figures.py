@@ -6,6 +6,7 @@ from helpers import assert_refused
 from test_equivalence_figures import drawn
 
 from lightning_sym.figures import CurvePlane, contour_levels, curve_planes
+from lightning_sym.reports.paths import path_chart
 
 
 def test_levels_are_dense_near_the_lowest_loss():
@@ -48,3 +49,11 @@ def test_a_panel_for_each_plane_with_the_curve_and_its_points():
 def test_flat_planes_can_be_drawn():
     drawn(curve_planes([plane("flat", height=0.0)]))
     assert_refused(curve_planes, [], says="planes must have at least one entry")
+
+
+def test_paths_show_the_loss_and_accuracies_in_percent():
+    rows = [{"t": t, "loss": 2 - t, "accuracy": t, "method": "weights", "split": "test"} for t in (0.0, 0.5, 1.0)]
+    figure = drawn(path_chart(rows, "method", ["split"], title="all", panel="{split}", loss=None).draw(rows))
+    loss, accuracy = ([line.get_ydata() for line in axes.get_lines()] for axes in figure.axes)
+    np.testing.assert_allclose(loss, [[2.0, 1.5, 1.0]])
+    np.testing.assert_allclose(accuracy, [[0.0, 50.0, 100.0]])

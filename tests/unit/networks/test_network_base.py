@@ -114,6 +114,15 @@ def test_architecture_holds_every_argument_of_the_outermost_constructor() -> Non
     assert child.fresh(0).architecture == child.architecture
 
 
+def test_image_shape_needs_channels_and_a_size() -> None:
+    class Sizeless(Custom):
+        def __init__(self, in_channels: int) -> None:
+            super().__init__()
+
+    assert Sizeless(3).image_shape() is None
+    assert LeNet5(image_size=28).image_shape() == (1, 28, 28)
+
+
 @pytest.mark.parametrize("network", [*SMALL, Custom(names=("a", "b"))], ids=lambda n: type(n).__name__)
 def test_architecture_and_build_round_trip_through_json(network: Network) -> None:
     text = json.dumps(network.architecture)

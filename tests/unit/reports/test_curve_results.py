@@ -46,7 +46,9 @@ def test_rows_of_pairs_and_their_means(paths):
         assert row["loss_barrier"] == pytest.approx(1.5 * HEIGHTS[row["path"]])
         assert row["loss_barrier_std"] == pytest.approx(0.5**0.5 * HEIGHTS[row["path"]])
     assert curve_summary([row for row in rows if row["second"] == 1])[0]["loss_barrier_std"] is None
-    assert len(point_rows(paths)) == 3 * len(rows)
+    points = point_rows(paths)
+    assert [(row["first"], row["second"]) for row in points] == [pair for pair in PAIRS for _ in range(6)] * 4
+    assert [row["t"] for row in points[:3]] == [0.0, 0.5, 1.0]
 
 
 def test_results_of_a_run(paths, tmp_path):

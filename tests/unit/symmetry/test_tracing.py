@@ -16,10 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from lightning_sym._checks import UnfitInputsError
-from lightning_sym.symmetry.base import Symmetry
+from lightning_sym.symmetry import Symmetry, register_rule, trace_symmetry
 from lightning_sym.symmetry.described import joined
-from lightning_sym.symmetry.trace import trace_symmetry
-from lightning_sym.symmetry.tracing.labelling.rules import register_rule
 
 pytestmark = pytest.mark.measured
 
@@ -455,6 +453,17 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("lightning_sym_tests::shortened", mutates_args=())
+def shortened(x: Tensor) -> Tensor:
+    """Round to eight binary digits."""
+    return x.bfloat16().to(x.dtype)
+
+
+@shortened.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 def with_operation(operation: Any) -> nn.Module:
     return program(lambda s, x: s.b(operation(s.a(x))), a=L(5, 8), b=L(8, 3))
 
@@ -488,6 +497,13 @@ def test_operation_that_torch_composes_of_changes_of_shape_in_place_is_measured(
     symmetry = trace_symmetry(network, torch.randn(2, 4, 5))
     assert (symmetry.dimension, symmetry.nullity) == (8, 16)  # the note names the translations
     assert symmetry.notes[0].startswith("nanquantile: no rule")
+
+
+@pytest.mark.parametrize("operation", [shortened, lambda x: torch.frexp(x).mantissa], ids=["rounding", "two results"])
+def test_unknown_operation_that_powers_of_two_pass_keeps_no_scales(operation: Any) -> None:
+    symmetry = trace_symmetry(with_operation(operation), X)
+    assert (symmetry.dimension, symmetry.signs) == (0, 8)
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(8)))
 
 
 def test_unknown_operation_fixes_its_axes_and_is_listed() -> None:

@@ -165,8 +165,8 @@ def out_of_place(target: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def is_pointwise(target: Any) -> bool:
-    """Return whether an operation acts elementwise on one or several values."""
-    if not isinstance(target, torch._ops.OpOverload):
+    """Return whether an operation with one result acts elementwise on one or several values."""
+    if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1:
         return False
     tagged = torch.Tag.pointwise in out_of_place(target).tags
     return tagged or operation_name(target).removesuffix("_") in operations(Trait.POINTWISE)

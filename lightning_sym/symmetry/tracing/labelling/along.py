@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_sym.symmetry.tracing.graph.running import is_close
 
 _MOST = 2**16  # numbers of a measured tensor
-_FACTORS = (1.0, 2.0, 2.0**10, 2.0**-10)  # operations may differ for large and small numbers
+# Operations may differ for large and small numbers. No function is periodic in log(x) with periods log(pi) and log(2).
+_FACTORS = (1.0, 1 / math.pi, 2.0**10, 2.0**-10)
 
 
 class Result(NamedTuple):
