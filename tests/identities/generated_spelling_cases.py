@@ -1,5 +1,6 @@
 """Spellings of which random programs (``test_random_programs.py``) showed that their groups differed."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,35 @@ def parts_in_a_sum(own: Callable[..., Tensor], s: Any, x: Tensor) -> Tensor:
     return s.o(torch.tanh(own(h, z[..., :2] @ s.w[:, :2].T, z[..., 2:] @ s.w[:, 2:].T, h * s.g(x))))
 
 
+# Units and gains that are powers of a number, and functions of multiples of a parameter.
+POWERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp2": torch.exp2,
+    "power": lambda h: 2**h,
+    "tensor": lambda h: torch.full_like(h, 2.0) ** h,
+    "exp": lambda h: torch.exp(h * math.log(2)),
+    "reciprocal": lambda h: 1 / 0.5**h,
+    "ldexp": lambda h: torch.ldexp(torch.ones_like(h), h),
+}
+EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "product": lambda w: torch.exp(1.5 * w - 1),
+    "parts": lambda w: torch.exp((w - 2 / 3).view(2, 2) * 1.5).flatten(),
+    "power": lambda w: torch.exp(w) ** 1.5 / math.e,
+    "reciprocal": lambda w: 1 / torch.exp(1 - w / (2 / 3)),
+}
+SOFT: dict[str, Callable[[Tensor], Tensor]] = {
+    "beta": lambda w: F.softplus(w + 1, beta=2),
+    "product": lambda w: F.softplus(2 * w + 2) / 2,
+    "multiples": lambda w: 0.5 * F.softplus((w + 1) * 2),
+}
+
+
 GENERATED: dict[str, Function] = {
+    "units as powers of a number": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 4,
+        each(POWERS, lambda own: lambda s, x: s.o(own(s.a(x))))),
+    **{f"gains as {name}": Function({"a": of(L, 9, 4), "w": parameter(4), "o": of(L, 4, 6)}, steps(9), 4,
+        each(gains, lambda own: lambda s, x: s.o(torch.tanh(s.a(x)) * own(s.w))))
+       for name, gains in [("powers of a number", POWERS), ("exponentials of multiples", EXPONENTIALS),
+        ("softplus of multiples", SOFT)]},
     "layer in groups": Function({"a": of(L, 9, 6), "w": parameter(6, 3), "b": parameter(6), "o": of(L, 6, 7)},
         steps(9), 6, each(IN_GROUPS, lambda own: lambda s, x: s.o(torch.tanh(own(F.relu(s.a(x)), s.w) + s.b)))),
     "kernel of width 1 in groups": Function({"a": of(L, 9, 6), "w": parameter(6, 3, 1), "b": parameter(6),

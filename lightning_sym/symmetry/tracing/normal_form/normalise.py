@@ -20,7 +20,8 @@ Each function has one spelling:
 - grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
-- gain ``exp(w)``, ``softplus(w)``: ``w`` in a chart, where it is read in no other way.
+- gain ``exp(w)``, ``softplus(w)``: ``w`` in a chart, where it is read in no other way, or as exp(c w + n).
+- exponential: ``exp``; by hand ``exp2``, a power of a number.
 - softmax over the edges of each node: a masked softmax over all edges (`segments.py`); by hand sums by index.
 - lookup: ``embedding``; by hand an index, ``index_select``, ``gather``, products with indicators.
 - convolution: ``conv2d(x, W, b)``; by hand windows, shifted copies, chunks, crops, another convolution.
@@ -140,10 +141,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     for respell in (spread_edges, respell_layers, _group_parts, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
-    read_beside_inputs(rewriter)
-    read_as_sums(rewriter)
-    read_behind_layers(rewriter)
-    read_as_gains(rewriter)
+    for read in (read_beside_inputs, read_as_gains, read_as_sums, read_behind_layers):
+        read(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
@@ -286,6 +285,15 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     rows = r.insert(aten.embedding.default, weight, reshaped(r, index, [-1, size]))  # type: ignore[arg-type]
     reduce = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default)[argument(node, 4, "mode", 0)]
     return r.insert(reduce, rows, [1])
+
+
+def _power_of_number(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite powers of a number as exponentials."""
+    base = r.number(node.args[0])
+    if not isinstance(node.args[1], fx.Node) or base is None or base <= 0 or r.made_of(node) == "constants":
+        return None
+    new = r.insert(aten.exp.default, r.insert(aten.mul.Tensor, node.args[1], math.log(base)))
+    return new if r.shape(new) == r.shape(node) else r.insert(aten.expand.default, new, list(r.shape(node)))
 
 
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
@@ -646,6 +654,7 @@ _REWRITES: dict[str, Rewrite] = {
     "index_put": lambda r, node: written_mask(r, node) or joined_writes(r, node),
     "softmax": softmax,
     "eq": is_chosen,
+    "pow": _power_of_number,
     "abs": modulus,
     **dict.fromkeys(("real", "imag", "view_as_real"), parts_of_turns),
     **REWRITES,
