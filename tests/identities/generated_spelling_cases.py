@@ -129,7 +129,56 @@ SOFT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# The diagonal of a matrix of products, and its sum.
+DIAGONALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda h, g: (h * g).sum(-1),
+    "diagonal": lambda h, g: (h @ g.mT).diagonal(dim1=-2, dim2=-1),
+    "einsum": lambda h, g: torch.einsum("bii->bi", h @ g.mT),
+    "index": lambda h, g: (h @ g.mT)[:, torch.arange(3), torch.arange(3)],
+    "outer": lambda h, g: torch.einsum("btdd->btd", h[..., None] * g[:, :, None]).sum(-1),
+}
+ON_DIAGONALS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda h, g: h * g,
+    "einsum": lambda h, g: torch.einsum("btii->bti", h[..., None] * g[:, :, None]),
+    "outer": lambda h, g: torch.einsum("btii->bti", torch.einsum("bti,btj->btij", h, g)),
+    "diagonal": lambda h, g: (h[..., None] * g[:, :, None]).diagonal(dim1=2, dim2=3),
+    "index": lambda h, g: (h[..., None] * g[..., None, :])[:, :, range(4), range(4)],
+}
+TRACES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda h, g: (h * g).sum((-2, -1)),
+    "einsum": lambda h, g: torch.einsum("btd,btd->b", h, g),
+    "repeated": lambda h, g: torch.einsum("bii->b", h @ g.mT),
+}
+# A vector or a number of weights in place of masked units (BEiT).
+TOKENS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "where": lambda h, w, mask: torch.where(mask, w, h),
+    "opposite": lambda h, w, mask: torch.where(~mask, h, w.expand_as(h)),
+    "products": lambda h, w, mask: mask * w + ~mask * h,
+    "numbers": lambda h, w, mask: h * (1 - mask.to(h)) + w * mask.to(h),
+    "lerp": lambda h, w, mask: torch.lerp(h, w.expand_as(h), mask.to(h)),
+}
+FILLED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda h, w, mask: h.masked_fill(mask, w[0]),
+    "where": lambda h, w, mask: torch.where(mask, w, h),
+}
+
+
+def masked(samples: int) -> tuple[Tensor, ...]:
+    return (*steps(9)(samples), torch.rand(samples, 3) > 0.5)
+
+
 GENERATED: dict[str, Function] = {
+    "token in place of units": Function({"a": of(L, 9, 4), "w": parameter(4), "o": of(L, 4, 6)}, masked, 20,
+        each(TOKENS, lambda own: lambda s, x, mask: s.o(own(s.a(x), s.w, mask[..., None])))),
+    "number in place of scores": Function({"q": of(L, 9, 4), "k": of(L, 8, 4), "w": parameter(1), "o": of(L, 3, 6)},
+        lambda samples: (*masked(samples), *steps(8)(samples)), 22, each(FILLED, lambda own: lambda s, x, mask, y: s.o(
+            own(s.q(x) @ s.k(y).mT, s.w, mask[:, None]).softmax(-1))), samples=60),
+    **{name: Function({"a": of(L, 9, 4), "c": of(L, 8, 4), "o": of(L, size, 6)}, lambda samples: (
+        *steps(9)(samples), *steps(8)(samples)), 17, each(spellings, lambda own, size=size: lambda s, x, y: s.o(
+            own(s.a(x), s.c(y)).view(-1, size))), samples=99)
+       for name, size, spellings in [("diagonal of products", 3, DIAGONALS), ("trace of products", 1, TRACES)]},
+    "units on a diagonal": Function({"a": of(L, 9, 4), "c": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 4,
+        each(ON_DIAGONALS, lambda own: lambda s, x: s.o(own(torch.tanh(s.a(x)), s.c(x))))),
     "units as powers of a number": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 4,
         each(POWERS, lambda own: lambda s, x: s.o(own(s.a(x))))),
     **{f"gains as {name}": Function({"a": of(L, 9, 4), "w": parameter(4), "o": of(L, 4, 6)}, steps(9), 4,

@@ -93,6 +93,7 @@ from lightning_sym.symmetry.tracing.normal_form.contractions import (
     stored,
 )
 from lightning_sym.symmetry.tracing.normal_form.cutting import cut_results
+from lightning_sym.symmetry.tracing.normal_form.diagonals import diagonal, entries_of_diagonal, of_diagonals
 from lightning_sym.symmetry.tracing.normal_form.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
 from lightning_sym.symmetry.tracing.normal_form.filling import WRITES, joined_writes
 from lightning_sym.symmetry.tracing.normal_form.heads import spell_heads
@@ -100,7 +101,7 @@ from lightning_sym.symmetry.tracing.normal_form.indices import repeated
 from lightning_sym.symmetry.tracing.normal_form.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.normal_form.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.normal_form.lookups import gathered_rows, rows_at, rows_of_indicators
-from lightning_sym.symmetry.tracing.normal_form.masks import masked_product, spelled_mask, written_mask
+from lightning_sym.symmetry.tracing.normal_form.masks import chosen, masked_product, spelled_mask, written_mask
 from lightning_sym.symmetry.tracing.normal_form.parting import EARLIER
 from lightning_sym.symmetry.tracing.normal_form.regions import recognise
 from lightning_sym.symmetry.tracing.normal_form.segments import spread_edges
@@ -416,7 +417,7 @@ def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (*_SUMS, masked_product, added_branches):
+    for rewrite in (*_SUMS, masked_product, chosen, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -628,14 +629,16 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     **dict.fromkeys(("dot", "vdot"), product_of_vectors),
-    "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
+    "einsum": lambda r, node: number_of_weights(r, node) or of_diagonals(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
     "sub": _difference,
     "mul": _product,
     "div": _quotient,
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
-    **dict.fromkeys(("index", "index_select"), rows_at),
+    "index": lambda r, node: rows_at(r, node) or entries_of_diagonal(r, node),
+    "index_select": rows_at,
+    "diagonal": diagonal,
     "gather": gathered_rows,
     "im2col": _windows,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
