@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from helpers import of, parameter
-from spelling_cases import Function, each, steps
+from spelling_cases import Function, each, heads_of, steps
 from table_spelling_cases import L
 from torch import Tensor
 from torch.nn import functional as F
@@ -167,7 +167,36 @@ def masked(samples: int) -> tuple[Tensor, ...]:
     return (*steps(9)(samples), torch.rand(samples, 3) > 0.5)
 
 
+# Biases of scores, one for each head and each distance between places.
+OF_HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda w: w[STEPS].permute(2, 0, 1),
+    "two indices": lambda w: w[STEPS[None], torch.arange(2)[:, None, None]],
+    "last": lambda w: w[STEPS[..., None], torch.arange(2)].permute(2, 0, 1),
+    "columns": lambda w: w.T[torch.arange(2)[:, None, None], STEPS],
+}
+STEPS = torch.arange(3)[:, None] - torch.arange(3) + 2
+RUNNING: dict[str, Callable[[Tensor], Tensor]] = {
+    "logcumsumexp": lambda h: h.logcumsumexp(1),
+    "cumsum": lambda h: h.exp().cumsum(1).log(),
+    "steps": lambda h: torch.stack([h[:, : step + 1].logsumexp(1) for step in range(3)], 1),
+}
+# A layer that reads a table, in two halves.
+HALF_TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "whole": lambda t, w: t @ w.T,
+    "halves": lambda t, w: F.linear(t[:, :2], w[:, :2]) + F.linear(t[:, 2:], w[:, 2:]),
+    "rows": lambda t, w: t[:, :2] @ w.T[:2] + t[:, 2:] @ w.T[2:],
+    "chunks": lambda t, w: sum(one @ two.T for one, two in zip(t.chunk(2, -1), w.chunk(2, -1), strict=True)),
+}
+
+
 GENERATED: dict[str, Function] = {
+    "table in halves": Function({"t": parameter(5, 4), "w": parameter(6, 4), "a": of(L, 9, 6), "o": of(L, 6, 7)},
+        steps(9, 5), 22, each(HALF_TABLES, lambda own: lambda s, x: s.o(torch.tanh(s.a(x)) * own(s.t, s.w)))),
+    "biases of heads by distance": Function({"q": of(L, 9, 4), "k": of(L, 8, 4), "w": parameter(5, 2),
+        "o": of(L, 3, 6)}, lambda samples: (*steps(9)(samples), *steps(8)(samples)), 8, each(OF_HEADS, lambda own: (
+            lambda s, x, y: s.o((heads_of(s.q(x)) @ heads_of(s.k(y)).mT + own(s.w)).tanh().sum(1)))), samples=60),
+    "running sums of exponentials": Function({"a": of(L, 9, 4), "o": of(L, 4, 6)}, steps(9), 4, each(RUNNING,
+        lambda own: lambda s, x: s.o(own(s.a(x))))),
     "token in place of units": Function({"a": of(L, 9, 4), "w": parameter(4), "o": of(L, 4, 6)}, masked, 20,
         each(TOKENS, lambda own: lambda s, x, mask: s.o(own(s.a(x), s.w, mask[..., None])))),
     "number in place of scores": Function({"q": of(L, 9, 4), "k": of(L, 8, 4), "w": parameter(1), "o": of(L, 3, 6)},

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.normal_form.contractions import permuted, reshaped
 
 aten = torch.ops.aten
 
@@ -42,6 +43,44 @@ def repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
     if torch.equal(known, torch.arange(count).repeat(times).to(known)):
         return repeated(r, value, times, axis)
     return None
+
+
+def whole_axes(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite an index by several tensors, one of which reads a whole axis for each entry of the others."""
+    value: Any = node.args[0]
+    places: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    used = [at for at, place in enumerate(places) if place is not None]
+    rank = max((len(r.shape(places[at])) for at in used), default=0)
+    sizes = {at: (*[1] * (rank - len(r.shape(places[at]))), *r.shape(places[at])) for at in used}
+    for own in used if len(used) > 1 else ():
+        wide = [axis for axis in range(rank) if sizes[own][axis] > 1]
+        known, alone = r.constant(places[own]), all(sizes[at][axis] == 1 for at in used if at != own for axis in wide)
+        whole = torch.arange(r.shape(value)[own])
+        if known is None or len(wide) != 1 or not torch.equal(known.reshape(-1), whole.to(known)):
+            continue
+        if not alone and used == [own, own + 1] == [*range(len(r.shape(value)))][-2:] and (rank, *wide) == (2, 0):
+            place = r.insert(aten.expand.default, places[own + 1], [*r.shape(value)[:-1], sizes[own + 1][1]])
+            return r.insert(aten.gather.default, value, own + 1, place)
+        if not alone:
+            continue
+        rest = [size for size in range(rank) if size != wide[0]]
+        new = [
+            None if at not in used or at == own else reshaped(r, places[at], [sizes[at][axis] for axis in rest])
+            for at in range(len(places))
+        ]
+        names = list(range(rank, rank + len(r.shape(value))))
+        before = _named(names, used, list(range(rank)))
+        names[own] = wide[0]
+        after = _named(names, [at for at in used if at != own], rest)
+        return permuted(r, r.insert(aten.index.Tensor, value, new), [after.index(name) for name in before])
+    return None
+
+
+def _named(names: list[int], used: list[int], entries: list[int]) -> list[int]:
+    """Return the names of an index's axes, given those of the value, its axes with indices, and names of their axes."""
+    kept = [name for axis, name in enumerate(names) if axis not in used]
+    at = used[0] if used[-1] - used[0] == len(used) - 1 else 0
+    return [*kept[:at], *entries, *kept[at:]]
 
 
 def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> fx.Node | None:

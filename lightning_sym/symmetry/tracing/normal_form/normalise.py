@@ -97,7 +97,7 @@ from lightning_sym.symmetry.tracing.normal_form.diagonals import diagonal, entri
 from lightning_sym.symmetry.tracing.normal_form.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
 from lightning_sym.symmetry.tracing.normal_form.filling import WRITES, joined_writes
 from lightning_sym.symmetry.tracing.normal_form.heads import spell_heads
-from lightning_sym.symmetry.tracing.normal_form.indices import repeated
+from lightning_sym.symmetry.tracing.normal_form.indices import repeated, whole_axes
 from lightning_sym.symmetry.tracing.normal_form.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.normal_form.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.normal_form.lookups import gathered_rows, rows_at, rows_of_indicators
@@ -636,7 +636,7 @@ _REWRITES: dict[str, Rewrite] = {
     "mul": _product,
     "div": _quotient,
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
-    "index": lambda r, node: rows_at(r, node) or entries_of_diagonal(r, node),
+    "index": lambda r, node: rows_at(r, node) or entries_of_diagonal(r, node) or whole_axes(r, node),
     "index_select": rows_at,
     "diagonal": diagonal,
     "gather": gathered_rows,
