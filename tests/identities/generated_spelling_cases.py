@@ -189,7 +189,23 @@ HALF_TABLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def in_place(s: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[..., :5] += s.b(torch.tanh(s.a(x[..., 5:])))
+    x[..., 5:] += s.d(torch.tanh(s.c(x[..., :5])))
+    return x
+
+
+def by_parts(s: Any, x: Tensor) -> Tensor:
+    one, two = x.chunk(2, -1)
+    one = one + s.b(torch.tanh(s.a(two)))
+    return torch.cat([one, two + s.d(torch.tanh(s.c(one)))], -1)
+
+
 GENERATED: dict[str, Function] = {
+    "coupling of two halves": Function({"a": of(L, 5, 4), "b": of(L, 4, 5), "c": of(L, 5, 4), "d": of(L, 4, 5),
+        "o": of(L, 10, 12)}, steps(10), 10, each({"parts": by_parts, "in place": in_place}, lambda own: lambda s, x: (
+            s.o(own(s, x))))),
     "table in halves": Function({"t": parameter(5, 4), "w": parameter(6, 4), "a": of(L, 9, 6), "o": of(L, 6, 7)},
         steps(9, 5), 22, each(HALF_TABLES, lambda own: lambda s, x: s.o(torch.tanh(s.a(x)) * own(s.t, s.w)))),
     "biases of heads by distance": Function({"q": of(L, 9, 4), "k": of(L, 8, 4), "w": parameter(5, 2),

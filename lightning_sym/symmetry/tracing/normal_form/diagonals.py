@@ -58,17 +58,3 @@ def _diagonal(r: Rewriter, item: Any, axes: list[int], rank: int) -> Any:
         return r.insert(aten.diagonal.default, item, 0, *axes)
     order = [axis for axis in range(rank) if axis != wide] + [wide]
     return r.insert(aten.squeeze.dim, permuted(r, item, order), order.index(narrow))
-
-
-def entries_of_diagonal(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite an index by two equal ranges of neighbouring axes as a diagonal."""
-    value, places = node.args[:2]
-    at = [axis for axis, place in enumerate(places) if place is not None]  # type: ignore[arg-type]
-    known = [r.constant(places[axis]) for axis in at]  # type: ignore[index]
-    whole = torch.arange(r.shape(value)[at[0]])
-    if len(at) != 2 or at[1] - at[0] != 1 or r.shape(value)[at[1]] != len(whole):
-        return None
-    if not all(own is not None and torch.equal(own, whole) for own in known):
-        return None
-    new = r.insert(aten.diagonal.default, value, 0, *at)
-    return r.insert(aten.movedim.int, new, -1, at[0])

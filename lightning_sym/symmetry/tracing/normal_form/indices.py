@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.normal_form.contractions import permuted, reshaped
+from lightning_sym.symmetry.tracing.normal_form.contractions import reshaped
 
 aten = torch.ops.aten
 
@@ -46,41 +46,31 @@ def repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def whole_axes(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite an index by several tensors, one of which reads a whole axis for each entry of the others."""
-    value: Any = node.args[0]
-    places: list[Any] = list(node.args[1])  # type: ignore[arg-type]
+    """Rewrite an index by tensors of neighbouring axes, if one reads a whole axis: apart, on a diagonal, by a gather."""
+    args: Any = node.args
+    value, places, shape = args[0], args[1], r.shape(args[0])
     used = [at for at, place in enumerate(places) if place is not None]
-    rank = max((len(r.shape(places[at])) for at in used), default=0)
-    sizes = {at: (*[1] * (rank - len(r.shape(places[at]))), *r.shape(places[at])) for at in used}
-    for own in used if len(used) > 1 else ():
-        wide = [axis for axis in range(rank) if sizes[own][axis] > 1]
-        known, alone = r.constant(places[own]), all(sizes[at][axis] == 1 for at in used if at != own for axis in wide)
-        whole = torch.arange(r.shape(value)[own])
-        if known is None or len(wide) != 1 or not torch.equal(known.reshape(-1), whole.to(known)):
+    if len(used) < 2 or used != [*range(used[0], used[-1] + 1)]:
+        return None
+    if any(places[at].meta["val"].dtype == torch.bool for at in used):
+        return None
+    rank = max(len(r.shape(places[at])) for at in used)
+    sizes = {at: [1] * (rank - len(r.shape(places[at]))) + list(r.shape(places[at])) for at in used}
+    for own in (used[0], used[-1]):
+        (wide, *more), known = [axis for axis in range(rank) if sizes[own][axis] > 1] or [0], r.constant(places[own])
+        if known is None or more or not torch.equal(known.reshape(-1), torch.arange(shape[own]).to(known)):
             continue
-        if not alone and used == [own, own + 1] == [*range(len(r.shape(value)))][-2:] and (rank, *wide) == (2, 0):
-            place = r.insert(aten.expand.default, places[own + 1], [*r.shape(value)[:-1], sizes[own + 1][1]])
+        if all(sizes[at][wide] == 1 for at in used if at != own):
+            left = {at: [size for axis, size in enumerate(sizes[at]) if axis != wide] for at in used if at != own}
+            new = [reshaped(r, place, left[at]) if at in left else None for at, place in enumerate(places)]
+            at = own if own == used[0] else used[0] + rank - 1
+            return r.insert(aten.movedim.int, r.insert(aten.index.Tensor, value, new), at, used[0] + wide)
+        if len(used) == 2 and rank == 1 and known is r.constant(places[used[1]]) and shape[own] == shape[used[1]]:
+            return r.insert(aten.movedim.int, r.insert(aten.diagonal.default, value, 0, *used), -1, own)
+        if [own, own + 1] == used == [*range(len(shape))][-2:] and (rank, wide) == (2, 0):
+            place = r.insert(aten.expand.default, places[own + 1], [*shape[:-1], sizes[own + 1][1]])
             return r.insert(aten.gather.default, value, own + 1, place)
-        if not alone:
-            continue
-        rest = [size for size in range(rank) if size != wide[0]]
-        new = [
-            None if at not in used or at == own else reshaped(r, places[at], [sizes[at][axis] for axis in rest])
-            for at in range(len(places))
-        ]
-        names = list(range(rank, rank + len(r.shape(value))))
-        before = _named(names, used, list(range(rank)))
-        names[own] = wide[0]
-        after = _named(names, [at for at in used if at != own], rest)
-        return permuted(r, r.insert(aten.index.Tensor, value, new), [after.index(name) for name in before])
     return None
-
-
-def _named(names: list[int], used: list[int], entries: list[int]) -> list[int]:
-    """Return the names of an index's axes, given those of the value, its axes with indices, and names of their axes."""
-    kept = [name for axis, name in enumerate(names) if axis not in used]
-    at = used[0] if used[-1] - used[0] == len(used) - 1 else 0
-    return [*kept[:at], *entries, *kept[at:]]
 
 
 def _of_one_axis(r: Rewriter, place: Any, axis: int, shape: tuple[int, ...]) -> fx.Node | None:

@@ -93,9 +93,9 @@ from lightning_sym.symmetry.tracing.normal_form.contractions import (
     stored,
 )
 from lightning_sym.symmetry.tracing.normal_form.cutting import cut_results
-from lightning_sym.symmetry.tracing.normal_form.diagonals import diagonal, entries_of_diagonal, of_diagonals
+from lightning_sym.symmetry.tracing.normal_form.diagonals import diagonal, of_diagonals
 from lightning_sym.symmetry.tracing.normal_form.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
-from lightning_sym.symmetry.tracing.normal_form.filling import WRITES, joined_writes
+from lightning_sym.symmetry.tracing.normal_form.filling import WRITES, joined_writes, written_part
 from lightning_sym.symmetry.tracing.normal_form.heads import spell_heads
 from lightning_sym.symmetry.tracing.normal_form.indices import repeated, whole_axes
 from lightning_sym.symmetry.tracing.normal_form.kernels import filled, grouped, joined_flat, padded, taken_apart
@@ -536,7 +536,7 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return before
         if isinstance(held, Tensor) and before is not node.args[0] and (part := _part_of(held, value)) is not None:
             return r.insert(aten.slice.Tensor, before, *part)
-    return None
+    return written_part(r, node)
 
 
 def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
@@ -636,7 +636,7 @@ _REWRITES: dict[str, Rewrite] = {
     "mul": _product,
     "div": _quotient,
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
-    "index": lambda r, node: rows_at(r, node) or entries_of_diagonal(r, node) or whole_axes(r, node),
+    "index": lambda r, node: rows_at(r, node) or whole_axes(r, node),
     "index_select": rows_at,
     "diagonal": diagonal,
     "gather": gathered_rows,
