@@ -268,8 +268,7 @@ def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
     chosen = _chosen(trace, mask, fill, value)
     if chosen is not None:
         return chosen
-    if isinstance(fill, Value) or fill != 0:
-        value = trace.permutations_only(value)
+    value = value if fill == 0 else trace.permutations_only(value)
     return trace.join(value, trace.permutations_only(mask), product=True)
 
 

@@ -46,13 +46,12 @@ def repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def whole_axes(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite an index by tensors of neighbouring axes, if one reads a whole axis: apart, on a diagonal, by a gather."""
+    """Rewrite an index by tensors of neighbouring axes, if one reads a whole axis: apart, a diagonal, a gather."""
     args: Any = node.args
     value, places, shape = args[0], args[1], r.shape(args[0])
     used = [at for at, place in enumerate(places) if place is not None]
-    if len(used) < 2 or used != [*range(used[0], used[-1] + 1)]:
-        return None
-    if any(places[at].meta["val"].dtype == torch.bool for at in used):
+    masks = any(places[at].meta["val"].dtype == torch.bool for at in used)
+    if masks or len(used) < 2 or used != [*range(used[0], used[-1] + 1)]:
         return None
     rank = max(len(r.shape(places[at])) for at in used)
     sizes = {at: [1] * (rank - len(r.shape(places[at]))) + list(r.shape(places[at])) for at in used}

@@ -64,28 +64,19 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 def chosen(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite x (1 - m) + y m as x + m (y - x), for numbers m that depend on inputs only."""
-    terms = [term for term in terms_of(r, node) if term.added and r.name(term.node) == "mul"]
-    for one, two in itertools.permutations(terms, 2) if len(terms_of(r, node)) == 2 else ():
-        for (x, rest), (y, mask) in itertools.product(_both(one.node), _both(two.node)):
+    products: list[Any] = [term.node for term in terms_of(r, node) if term.added and r.name(term.node) == "mul"]
+    for one, two in itertools.permutations(products) if len(products) == 2 == len(terms_of(r, node)) else ():
+        for (x, rest), (y, mask) in itertools.product(*((own.args[:2], own.args[1::-1]) for own in (one, two))):
             if isinstance(mask, fx.Node) and isinstance(y, fx.Node) and is_data(r, mask) and _is_rest(r, rest, mask):
                 return r.insert(aten.add.Tensor, x, r.insert(aten.mul.Tensor, r.insert(aten.sub.Tensor, y, x), mask))
     return None
 
 
-def _both(product: fx.Node) -> tuple[Any, Any]:
-    return product.args[:2], product.args[1::-1]
-
-
 def _is_rest(r: Rewriter, rest: Any, mask: Any) -> bool:
     """Whether a value is 1 minus another, or the opposite of a mask."""
-    if r.name(rest) == "rsub" and len(rest.args) == 2:
-        return rest.args[0] is mask and r.number(rest.args[1]) == 1
-    if r.name(rest) == "sub" and len(rest.args) == 2:
-        return rest.args[1] is mask and r.number(rest.args[0]) == 1
-    while r.name(rest) in operations(Trait.CAST):
-        rest = rest.args[0]
-    while r.name(mask) in operations(Trait.CAST):
-        mask = mask.args[0]
+    if r.name(rest) in ("sub", "rsub") and len(rest.args) == 2:
+        one, own = rest.args if r.name(rest) == "sub" else rest.args[::-1]
+        return own is mask and r.number(one) == 1
     (one, turned), (two, again) = _positive(r, rest), _positive(r, mask)
     return one is two and turned != again
 
@@ -156,10 +147,10 @@ def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
-    """Strip the negations of a mask; return the mask and whether it was negated."""
+    """Strip the casts and negations of a mask; return the mask and whether it was negated."""
     turned = False
-    while r.name(mask) in ("logical_not", "bitwise_not"):
-        mask, turned = mask.args[0], not turned
+    while (name := r.name(mask)) in operations(Trait.CAST) | {"logical_not", "bitwise_not"}:
+        mask, turned = mask.args[0], turned != (name not in operations(Trait.CAST))
     return mask, turned
 
 
