@@ -64,7 +64,8 @@ def whole_axes(r: Rewriter, node: fx.Node) -> fx.Node | None:
             new = [reshaped(r, place, left[at]) if at in left else None for at, place in enumerate(places)]
             at = own if own == used[0] else used[0] + rank - 1
             return r.insert(aten.movedim.int, r.insert(aten.index.Tensor, value, new), at, used[0] + wide)
-        if len(used) == 2 and rank == 1 and known is r.constant(places[used[1]]) and shape[own] == shape[used[1]]:
+        same = all(r.constant(places[at]) is known and shape[at] == shape[own] for at in used)
+        if len(used) == 2 and rank == 1 and same:
             return r.insert(aten.movedim.int, r.insert(aten.diagonal.default, value, 0, *used), -1, own)
         if [own, own + 1] == used == [*range(len(shape))][-2:] and (rank, wide) == (2, 0):
             place = r.insert(aten.expand.default, places[own + 1], [*shape[:-1], sizes[own + 1][1]])
