@@ -5,6 +5,7 @@ See docs/theory/intertwiners.md, 2.2.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,15 @@ POSITIVE: Mapping[str, Positive] = {
 }
 
 
+@dataclass(frozen=True)
+class Onto:
+    """A function of :data:`POSITIVE` of ``factor * (w + number)``."""
+
+    name: str
+    factor: float = 1.0
+    number: float = 0.0
+
+
 class Identity(NamedTuple):
     """A multiple of the identity, which a network adds to a matrix, or to the centre of a kernel with further axes."""
 
@@ -42,9 +52,9 @@ class Identity(NamedTuple):
         return result
 
 
-# A number that is added, one for each element of a vector, a multiple of the identity, or the name of a function onto
-# the positive numbers.
-Chart = float | tuple[float, ...] | Identity | str
+# A number that is added, one for each element of a vector, a multiple of the identity, or a function onto the positive
+# numbers.
+Chart = float | tuple[float, ...] | Identity | Onto
 
 
 class Piece(NamedTuple):
@@ -73,7 +83,7 @@ class Charts(NamedTuple):
 
     Attributes:
         added: For each tensor, the number that the network adds on every read; or one number for each element of a
-            vector, a multiple of the identity, or the name of the function that it applies, of :data:`POSITIVE`.
+            vector, a multiple of the identity, or the function onto the positive numbers that it applies.
         pieces: For each parameter that is read piece by piece, all its pieces. The group acts on each piece.
         stacks: For each stack, the tensors of modules that elements exchange. The group acts on the stack.
     """
@@ -111,7 +121,7 @@ class Charts(NamedTuple):
     def slope(self, name: str, value: Tensor) -> Tensor | None:
         """Return the derivative of a tensor by the network's, given its value; None if it is 1."""
         added = self.added.get(name)
-        return POSITIVE[added].slope(value) if isinstance(added, str) else None
+        return added.factor * POSITIVE[added.name].slope(value) if isinstance(added, Onto) else None
 
     def names_of(self, name: str) -> Sequence[str]:
         """Return the names of a tensor's pieces, or of the stack that it is in; otherwise its own name."""
@@ -208,8 +218,10 @@ def _joined(charts: Charts, owner: str, parts: Mapping[str, Tensor], like: Mappi
 
 
 def _in_chart(tensor: Tensor, added: Chart, sign: int = 1) -> Tensor:
-    if isinstance(added, str):
-        return (POSITIVE[added].function if sign > 0 else POSITIVE[added].inverse)(tensor)
+    if isinstance(added, Onto):
+        if sign > 0:
+            return POSITIVE[added.name].function(added.factor * (tensor + added.number))
+        return POSITIVE[added.name].inverse(tensor) / added.factor - added.number
     if isinstance(added, Identity):
         return tensor + sign * added.like(tensor)
     if isinstance(added, tuple):

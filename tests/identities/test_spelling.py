@@ -41,7 +41,6 @@ SHORT: dict[str, Collection[str]] = {
     "norm per head": EVERY,
     "scores of places": EVERY,  # both factors read x: one may change by M times the other, with an antisymmetric M
     "relative keys": {"batches of positions"},  # axes of heads and of samples as one
-    "relative keys at distances": {"index"},  # two constant indices at once
     "positions": {"lookup"},
     "attention, learned biases": {"embedding"},
     "latents behind a norm": {"by hand", "by hand, widened"},

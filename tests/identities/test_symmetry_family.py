@@ -48,7 +48,7 @@ SHIFTS = {
             "reversed_table row_of_the_last_step mean_of_the_rows_of_a_cut_table every_second_row "
             "rows_that_nothing_reads table_with_a_class_token class_row_by_itself image_table_cut_to_size "
             "rows_and_columns cropped_by_negative_padding gathered relative_keys relative_logits_cut_to_length "
-            "second_half_for_long_inputs recurrence_of_any_length",
+            "second_half_for_long_inputs recurrence_of_any_length added_into_a_copy_of_the_table",
             "constants": "sinusoids_that_are_saved layer_behind_sinusoids",
             "writes": "recurrent_steps_into_empty steps_that_read_the_buffer slice_of_ones slice_of_a_filled_tensor",
             "shared": "linear_stream_of_tied_blocks",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_sym.symmetry.charts import Charts
+from lightning_sym.symmetry.charts import Charts, Onto
 from lightning_sym.symmetry.tracing.graph.capture import Capture
 from lightning_sym.symmetry.tracing.labelling.stacks import unstack
 from lightning_sym.symmetry.tracing.labelling.values import Value
@@ -51,7 +51,7 @@ def find_labels(captures: Sequence[Capture], tensors: Tensors, *, affine: bool, 
     charts, unlike = charts_of(captures)
     for name in unlike & walk.axis_labels.keys():
         walk.fix(Value(tuple(tensors.states[name].shape), walk.axis_labels[name]))
-    positive = {name for name, chart in charts.items() if isinstance(chart, str)}
+    positive = {name for name, chart in charts.items() if isinstance(chart, Onto)}
     for label in (label for name in positive & walk.axis_labels.keys() for label in walk.axis_labels[name]):
         walk.constraints.restrict(label)
         walk.constraints.fix_scales(label.scale, magnitudes=False)

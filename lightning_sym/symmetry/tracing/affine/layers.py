@@ -180,10 +180,6 @@ class Layers(Products):
         x, mask, number = self._value(node.args[0]), self._value(node.args[1]), node.args[2]
         if x is None or mask is None:
             return None
-        if isinstance(number, fx.Node):
-            number = self.constants.number(number)
-            if number is None:
-                return None
         shape = tuple(node.meta["val"].shape)
         if isinstance(number, (int, float)) and number < _VANISHED and shape == x.shape:
             return self._hidden(x, node.args[1])
@@ -215,10 +211,13 @@ class Layers(Products):
             chosen = self._value(condition)
             if chosen is None or chosen.learned:
                 return None
-            anywhere = Value(chosen.shape, True)  # 1 where the condition holds, else 0; also used for the opposite mask
-            parts = [self.broadcast(self.multiply(own, anywhere), shape) for own in (x, y) if own is not None]
-            parts = parts or [self.broadcast(anywhere, shape)]  # of two numbers
-            return (self.add(parts[0], parts[1]) if len(parts) == 2 else parts[0]).with_(relation=None)
+            anywhere = Value(chosen.shape, True)  # 1 where the condition holds, else 0; or the opposite
+            if x is not None and y is not None:  # x + m (y - x)
+                difference = self.multiply(self.add(y, x, by=(1.0, -1.0)), anywhere)
+                return self.broadcast(self.add(x, difference), shape).with_(relation=None)
+            one = x if x is not None else y
+            product = anywhere if one is None else self.multiply(one, anywhere)
+            return self.broadcast(product, shape).with_(relation=None)
         rank, mask = len(shape), mask.bool()
         mask = wide(mask, rank)
         varies = any(value is not None and value.varies for value in (x, y))

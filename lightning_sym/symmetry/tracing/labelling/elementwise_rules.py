@@ -67,8 +67,6 @@ def _holds(kind: torch.dtype, count: int) -> bool:
 def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
     """Apply powers that are not finite everywhere; finite ones can be measured."""
     exponent = {"sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1}.get(trace.operation.removesuffix("_"), exponent)
-    if isinstance(value, (int, float)) and isinstance(exponent, Value):
-        return _exponential(trace, exponent)
     if not isinstance(value, Value) or not isinstance(exponent, (int, float)):
         assert isinstance(trace.node.target, torch._ops.OpOverload)
         return pointwise(out_of_place(trace.node.target), trace, value, exponent)
@@ -83,7 +81,7 @@ def _power(trace: Trace, value: Any, exponent: Any = None) -> Any:
 FACTORS = "makes factors of what biases add, which scales could undo"
 
 
-@register_rule("aten::exp", "aten::exp2")
+@register_rule("aten::exp")
 def _exponential(trace: Trace, value: Value) -> Value:
     passed = trace.permutations_only(value)
     if value.state is not None:  # a gain that is always positive
@@ -270,8 +268,7 @@ def _masked_fill(trace: Trace, value: Value, mask: Value, fill: Any) -> Value:
     chosen = _chosen(trace, mask, fill, value)
     if chosen is not None:
         return chosen
-    if isinstance(fill, Value) or fill != 0:
-        value = trace.permutations_only(value)
+    value = value if fill == 0 else trace.permutations_only(value)
     return trace.join(value, trace.permutations_only(mask), product=True)
 
 

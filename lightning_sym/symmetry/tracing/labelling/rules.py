@@ -455,12 +455,12 @@ def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
             return _by_group(trace, values[0], group)
     if not is_pointwise(target):
         return unknown(trace, *args, **kwargs)
-    if alone:
-        return trace.permutations_only(values[0])
     result: Value | None = None
-    if any(value.labels for value in values):
+    if not alone and any(value.labels for value in values):
         trace.note("combines several tensors by an unknown function; units can be permuted, scales are fixed")
     for value in values:
         value = trace.permutations_only(value)
         result = value if result is None else trace.join(result, value, product=False)
-    return results_of(trace) if result is None else result
+    if result is None:
+        return results_of(trace)
+    return [result] * len(meta) if isinstance(meta, (list, tuple)) else result  # as of frexp

@@ -221,7 +221,7 @@ def summed_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return None
     # Units may index an axis that two values share: besides the samples' axis, only heads of a matrix product may.
     if made == {"inputs"} and one == two:
-        if len(axes) > 1 or not are_vectors(r, parts[0], parts[1], axes[0] % len(whole)):
+        if not any(are_vectors(r, parts[0], parts[1], axis % len(whole)) for axis in axes):
             return None
     elif made == {"inputs"} and len((one & two) - summed) > 1 and (one <= two or two <= one):
         return None

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from lightning_sym.symmetry.tracing.graph.nodes import argument, memories_of, numbers_of
 from lightning_sym.symmetry.tracing.graph.operations import Trait, operations, spatial_axes_of
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
-from lightning_sym.symmetry.tracing.normal_form.contractions import VIEWS, reshaped, sources_of
+from lightning_sym.symmetry.tracing.normal_form.contractions import VIEWS, joined, reshaped, sources_of
 
 aten = torch.ops.aten
 _MOST = 64  # operations of a branch
@@ -63,7 +63,8 @@ def added_branches(r: Rewriter, node: fx.Node) -> fx.Node | None:
     rest: list[Any] = []
     alike: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
     for leaf, reader in zip(leaves, readers, strict=True):
-        kind = r.name(leaf) if r.made_of(leaf) == "inputs" and r.shape(leaf) == r.shape(node) else ""
+        layer = r.made_of(leaf) == "inputs" or r.name(leaf) in ("linear", "matmul")
+        kind = r.name(leaf) if layer and r.shape(leaf) == r.shape(node) else ""
         kind = kind or ("weights" if r.made_of(leaf) == "weights" else "")
         if kind:
             alike.setdefault(kind, []).append((leaf, reader))
@@ -101,13 +102,25 @@ def _summed_products(r: Rewriter, node: fx.Node, leaves: Sequence[Any]) -> fx.No
 
 def _experts(r: Rewriter, leaves: Sequence[fx.Node], readers: Sequence[fx.Node]) -> fx.Node | None:
     """Return the sum of experts as one computation of all; None if they differ."""
-    if (total := _summed_layers(r, leaves, readers)) is not None:
+    if (total := _of_parts(r, leaves) or _summed_layers(r, leaves, readers)) is not None:
         return total
     branches = _Branches(r)
     lifted = branches.lift(leaves, readers)
     if lifted is None or not lifted.along or not branches.experts:
         return None
     return r.insert(aten.sum.dim_IntList, lifted.node, [0])
+
+
+def _of_parts(r: Rewriter, leaves: Sequence[Any]) -> fx.Node | None:
+    """Return the sum of products of parts of a table and parts of a layer's weights as one product."""
+    name = r.name(leaves[0])
+    if name not in ("linear", "matmul") or any(r.name(leaf) != name or r.made_of(leaf) != "weights" for leaf in leaves):
+        return None
+    axes = (-1, -1) if name == "linear" else (-1, -2)
+    whole = [joined(r, [leaf.args[at] for leaf in leaves], axis) for at, axis in enumerate(axes)]
+    if None in whole:
+        return None
+    return _with_biases(r, r.insert(leaves[0].target, *whole), leaves)
 
 
 def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node]) -> fx.Node | None:
@@ -131,10 +144,12 @@ def _summed_layers(r: Rewriter, leaves: Sequence[Any], readers: Sequence[fx.Node
         return None
     else:
         total = joint
-    for leaf in leaves:
-        if (bias := argument(leaf, 2, "bias")) is not None:
-            total = r.insert(aten.add.Tensor, total, bias)
-    return total
+    return _with_biases(r, total, leaves)
+
+
+def _with_biases(r: Rewriter, total: fx.Node, leaves: Sequence[fx.Node]) -> fx.Node:
+    biases = [bias for leaf in leaves if (bias := argument(leaf, 2, "bias")) is not None]
+    return functools.reduce(functools.partial(r.insert, aten.add.Tensor), biases, total)
 
 
 def _joint_convolution(r: Rewriter, leaves: Sequence[fx.Node], values: fx.Node, weights: fx.Node) -> fx.Node | None:

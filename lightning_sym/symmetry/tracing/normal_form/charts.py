@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.charts import POSITIVE, Chart, Identity
+from lightning_sym.symmetry.charts import POSITIVE, Chart, Identity, Onto
 from lightning_sym.symmetry.tracing.graph.capture import Capture
 from lightning_sym.symmetry.tracing.graph.nodes import argument, by_axis, moved
 from lightning_sym.symmetry.tracing.graph.operations import Trait, operations
@@ -86,8 +86,8 @@ class _Read(NamedTuple):
 
     node: fx.Node
     part: fx.Node
-    factor: float
-    number: float | Identity
+    factor: float = 1.0
+    number: Any = 0.0  # or an Identity
 
 
 def read_as_sums(r: Rewriter) -> None:
@@ -96,7 +96,7 @@ def read_as_sums(r: Rewriter) -> None:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
-        reads = _reads(r, _Read(node, node, 1.0, 0.0))
+        reads = _reads(r, _Read(node, node))
         numbers = {read.number for read in reads or ()}
         if reads is None or len(numbers) != 1 or numbers == {0.0} or not all(read.factor for read in reads):
             continue
@@ -109,20 +109,27 @@ def read_as_sums(r: Rewriter) -> None:
 
 
 def read_as_gains(r: Rewriter) -> None:
-    """Let a parameter that is read only as exp(w), or another function onto the positive numbers, represent that."""
+    """Let a parameter that is read only as exp(w), or another function onto the positive numbers, represent that.
+
+    The network may read several exponentials: exp(c (w + n)) is the c-th power of exp(w), times a number.
+    """
     for node, name in r.capture.states.items():
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or not value.is_floating_point() or name in r.capture.charts:
             continue
-        reads = _positive(r, node)
-        names = {r.name(read) for read, _ in reads or ()}
-        if len(names) != 1:
+        reads = [(own, Onto(r.name(own.node), own.factor, own.number)) for own in _positive(r, _Read(node, node)) or []]
+        charts = {Onto("exp") if chart.name == "exp" else chart for _, chart in reads}
+        if len(charts) != 1:
             continue
-        for read, power in reads or ():
-            r.at, given = read, read.args[0]
-            inner: Any = given if power > 0 else given.args[0]  # type: ignore[union-attr]
-            r.replace(read, inner if power > 0 else r.insert(aten.reciprocal.default, inner))
-        r.capture.charts[name] = names.pop()
+        for read, chart in reads:
+            r.at, new, power, number = read.node, read.part, chart.factor, chart.number
+            if chart.name == "exp":
+                new = r.insert(aten.reciprocal.default, new) if power < 0 else new
+                new = new if abs(power) == 1 else r.insert(aten.pow.Tensor_Scalar, new, abs(power))
+                new = r.insert(aten.mul.Tensor, new, math.exp(power * number)) if number else new
+            r.replace(read.node, new)
+        r.capture.charts[name] = charts.pop()
+    r.erase_unread()
 
 
 def split_exponentials(r: Rewriter) -> bool:
@@ -157,21 +164,24 @@ def split_exponentials(r: Rewriter) -> bool:
     return changed
 
 
-def _positive(r: Rewriter, node: fx.Node) -> list[tuple[fx.Node, int]] | None:
-    """Return the functions onto the positive numbers that alone read a moved parameter, and their powers."""
-    found: list[tuple[fx.Node, int]] = []
-    for user in node.users:
+def _positive(r: Rewriter, here: _Read) -> list[_Read] | None:
+    """Return the functions onto the positive numbers that alone read a parameter, with their arguments' form."""
+    found: list[_Read] = []
+    for user in list(here.node.users):
         name = r.name(user)
         if name in POSITIVE and len(user.args) == 1 and not user.kwargs:
-            found.append((user, 1))
-        elif name == "neg" and user.users and all(r.name(own) == "exp" for own in user.users):
-            found += [(own, -1) for own in user.users]
-        elif name in operations(Trait.REGROUP | Trait.PERMUTE | Trait.EXPAND) and user.all_input_nodes == [node]:
-            if (further := _positive(r, user)) is None:
-                return None
-            found += further
+            found.append(here._replace(node=user))
+            continue
+        if name in operations(Trait.REGROUP | Trait.PERMUTE | Trait.EXPAND) and user.all_input_nodes == [here.node]:
+            r.at = user
+            part = user if here.part is here.node else r.insert(user.target, here.part, *user.args[1:], **user.kwargs)
+            step: _Read | None = here._replace(node=user, part=part)
         else:
+            step = _step(r, here, user)
+        further = None if step is None or not step.factor or isinstance(step.number, Identity) else _positive(r, step)
+        if further is None:
             return None
+        found += further
     return found
 
 

@@ -228,12 +228,15 @@ def _matmul(r: Rewriter, one: str, two: str, out: str, first: fx.Node, second: f
     )
     if not own and not other:
         first, second = (_ordered(r, part, term, batch + summed) for part, term in ((first, one), (second, two)))
-        if len(summed) == 1 and are_vectors(r, first, second, len(batch)):
-            row, column = r.insert(aten.unsqueeze.default, first, -2), r.insert(aten.unsqueeze.default, second, -1)
+        axes = list(range(len(batch), len(batch + summed)))
+        units = next((axis for axis in axes[::-1] if are_vectors(r, first, second, axis)), None)
+        if units is not None:
+            row, column = (r.insert(aten.movedim.int, part, units, -1) for part in (first, second))
+            row, column = r.insert(aten.unsqueeze.default, row, -2), r.insert(aten.unsqueeze.default, column, -1)
             result = r.insert(aten.select.int, r.insert(aten.matmul.default, row, column), -1, 0)
             result = r.insert(aten.select.int, result, -1, 0)
+            result = r.insert(aten.sum.dim_IntList, result, axes[:-1]) if axes[1:] else result
         else:
-            axes = list(range(len(batch), len(batch + summed)))
             result = r.insert(aten.sum.dim_IntList, r.insert(aten.mul.Tensor, first, second), axes)
         return _ordered(r, result, batch, out)
     for letters in (own, other, summed):

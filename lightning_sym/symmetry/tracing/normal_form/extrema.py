@@ -155,14 +155,16 @@ def of_exponentials(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def log_of_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite the logarithm of a sum or mean of exponentials."""
+    """Rewrite the logarithm of a sum, mean or cumulative sum of exponentials."""
     total: Any = node.args[0]
     name = r.name(total)
-    if name not in ("sum", "mean") or not r.only_for(total, node):
+    if name not in ("sum", "mean", "cumsum") or not r.only_for(total, node):
         return None
     inner = total.args[0]
     if r.name(inner) != "exp" or not r.only_for(inner, total) or total.kwargs.get("dtype") is not None:
         return None
+    if name == "cumsum":
+        return r.insert(aten.logcumsumexp.default, inner.args[0], total.args[1])
     axes = sorted(reduced(total, len(r.shape(inner))))
     result = r.insert(aten.logsumexp.default, inner.args[0], axes, bool(argument(total, 2, "keepdim", False)))
     if name == "sum":

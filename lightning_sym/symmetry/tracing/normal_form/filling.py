@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from lightning_sym.symmetry.tracing.graph.nodes import memories_of
+from lightning_sym.symmetry.tracing.graph.nodes import memories_of, moved
 from lightning_sym.symmetry.tracing.graph.operations import Trait, operations
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
 from lightning_sym.symmetry.tracing.normal_form.contractions import layout
@@ -87,6 +87,19 @@ def _write(r: Rewriter, node: Any) -> _Write | None:
         return None  # some elements are nowhere, or several at one place
     adds = name in ("index_add", "scatter_add", "scatter_reduce") or True in node.args[3:]
     return source, base, places[len(order) - count :].reshape(shape), adds
+
+
+def written_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite a slice of memory as the value that was written there, or as a slice of the memory before."""
+    whole = node.args[0]
+    write = _write(r, whole) if r.name(whole) == "put" and r.name(node) in ("slice", "select") else None
+    if write is None or math.prod(r.shape(whole)) > _MOST:
+        return None
+    source, base, places, _ = write
+    read = moved(node, torch.arange(math.prod(r.shape(whole))).reshape(r.shape(whole)))
+    if not bool(torch.isin(read, places).any()):
+        return r.insert(node.target, base, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
+    return source if torch.equal(read, places) else None
 
 
 def _beside_rest(r: Rewriter, node: fx.Node, last: _Write, held: Any) -> fx.Node | None:

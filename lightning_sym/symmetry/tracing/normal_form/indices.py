@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.normal_form.contractions import reshaped
 
 aten = torch.ops.aten
 
@@ -41,6 +42,34 @@ def repeated_at(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return value if times == 1 else r.insert(aten.repeat_interleave.self_int, value, times, axis)
     if torch.equal(known, torch.arange(count).repeat(times).to(known)):
         return repeated(r, value, times, axis)
+    return None
+
+
+def whole_axes(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite an index by tensors of neighbouring axes, if one reads a whole axis: apart, a diagonal, a gather."""
+    args: Any = node.args
+    value, places, shape = args[0], args[1], r.shape(args[0])
+    used = [at for at, place in enumerate(places) if place is not None]
+    masks = any(places[at].meta["val"].dtype == torch.bool for at in used)
+    if masks or len(used) < 2 or used != [*range(used[0], used[-1] + 1)]:
+        return None
+    rank = max(len(r.shape(places[at])) for at in used)
+    sizes = {at: [1] * (rank - len(r.shape(places[at]))) + list(r.shape(places[at])) for at in used}
+    for own in (used[0], used[-1]):
+        (wide, *more), known = [axis for axis in range(rank) if sizes[own][axis] > 1] or [0], r.constant(places[own])
+        if known is None or more or not torch.equal(known.reshape(-1), torch.arange(shape[own]).to(known)):
+            continue
+        if all(sizes[at][wide] == 1 for at in used if at != own):
+            left = {at: [size for axis, size in enumerate(sizes[at]) if axis != wide] for at in used if at != own}
+            new = [reshaped(r, place, left[at]) if at in left else None for at, place in enumerate(places)]
+            at = own if own == used[0] else used[0] + rank - 1
+            return r.insert(aten.movedim.int, r.insert(aten.index.Tensor, value, new), at, used[0] + wide)
+        same = all(r.constant(places[at]) is known and shape[at] == shape[own] for at in used)
+        if len(used) == 2 and rank == 1 and same:
+            return r.insert(aten.movedim.int, r.insert(aten.diagonal.default, value, 0, *used), -1, own)
+        if [own, own + 1] == used == [*range(len(shape))][-2:] and (rank, wide) == (2, 0):
+            place = r.insert(aten.expand.default, places[own + 1], [*shape[:-1], sizes[own + 1][1]])
+            return r.insert(aten.gather.default, value, own + 1, place)
     return None
 
 

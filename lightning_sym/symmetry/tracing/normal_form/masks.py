@@ -1,5 +1,6 @@
 """Normal form of masks: a constant that is added before a softmax."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from lightning_sym.symmetry.tracing.graph.coordinates import thinned
 from lightning_sym.symmetry.tracing.graph.nodes import HIDES_ROWS
 from lightning_sym.symmetry.tracing.graph.operations import Trait, name_of, operations
 from lightning_sym.symmetry.tracing.graph.rewriting import Rewriter
+from lightning_sym.symmetry.tracing.normal_form.averages import is_data
 from lightning_sym.symmetry.tracing.normal_form.contractions import shown
 from lightning_sym.symmetry.tracing.normal_form.extrema import larger
 from lightning_sym.symmetry.tracing.normal_form.sums import Term, summed, terms_of
@@ -30,6 +32,8 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         return same
     if r.name(node) == "masked_fill":
         value, mask, number = node.args[:3]
+        if isinstance(number, fx.Node):
+            return r.insert(aten.where.self, mask, number, value)
         if r.made_of(mask) == "inputs" and (base := r.number(value)) is not None and r.shape(mask) != r.shape(node):
             kind, sizes = node.meta["val"].dtype, r.shape(mask)
             filled = r.insert(aten.full.default, list(sizes), base, dtype=kind, device=node.meta["val"].device)
@@ -56,6 +60,25 @@ def spelled_mask(r: Rewriter, node: fx.Node) -> fx.Node | None:
         mask = r.insert(aten.logical_not.default, mask)
     added = r.insert(aten.masked_fill.Scalar, zeros, mask, low)
     return r.insert(aten.add.Tensor, value, added)
+
+
+def chosen(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite x (1 - m) + y m as x + m (y - x), for numbers m that depend on inputs only."""
+    products: list[Any] = [term.node for term in terms_of(r, node) if term.added and r.name(term.node) == "mul"]
+    for one, two in itertools.permutations(products) if len(products) == 2 == len(terms_of(r, node)) else ():
+        for (x, rest), (y, mask) in itertools.product(*((own.args[:2], own.args[1::-1]) for own in (one, two))):
+            if isinstance(mask, fx.Node) and isinstance(y, fx.Node) and is_data(r, mask) and _is_rest(r, rest, mask):
+                return r.insert(aten.add.Tensor, x, r.insert(aten.mul.Tensor, r.insert(aten.sub.Tensor, y, x), mask))
+    return None
+
+
+def _is_rest(r: Rewriter, rest: Any, mask: Any) -> bool:
+    """Whether a value is 1 minus another, or the opposite of a mask."""
+    if r.name(rest) in ("sub", "rsub") and len(rest.args) == 2:
+        one, own = rest.args if r.name(rest) == "sub" else rest.args[::-1]
+        return own is mask and r.number(one) == 1
+    (one, turned), (two, again) = _positive(r, rest), _positive(r, mask)
+    return one is two and turned != again
 
 
 def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
@@ -124,10 +147,10 @@ def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
-    """Strip the negations of a mask; return the mask and whether it was negated."""
+    """Strip the casts and negations of a mask; return the mask and whether it was negated."""
     turned = False
-    while r.name(mask) in ("logical_not", "bitwise_not"):
-        mask, turned = mask.args[0], not turned
+    while (name := r.name(mask)) in operations(Trait.CAST) | {"logical_not", "bitwise_not"}:
+        mask, turned = mask.args[0], turned != (name not in operations(Trait.CAST))
     return mask, turned
 
 

@@ -20,7 +20,8 @@ Each function has one spelling:
 - grouped convolution with computed weights: products with windows; by hand kernels of samples, folded norms.
 - loop over parts: the same operations along one more axis; by hand heads, groups, steps or experts one by one.
 - gain ``1 + w``: ``w`` in a chart (docs/theory/tracing.md, 4); by hand ``x + x w``, ``(w + 1) x``, ``addcmul``.
-- gain ``exp(w)``, ``softplus(w)``: ``w`` in a chart, where it is read in no other way.
+- gain ``exp(w)``, ``softplus(w)``: ``w`` in a chart, where it is read in no other way, or as exp(c w + n).
+- exponential: ``exp``; by hand ``exp2``, a power of a number.
 - softmax over the edges of each node: a masked softmax over all edges (`segments.py`); by hand sums by index.
 - lookup: ``embedding``; by hand an index, ``index_select``, ``gather``, products with indicators.
 - convolution: ``conv2d(x, W, b)``; by hand windows, shifted copies, chunks, crops, another convolution.
@@ -92,14 +93,15 @@ from lightning_sym.symmetry.tracing.normal_form.contractions import (
     stored,
 )
 from lightning_sym.symmetry.tracing.normal_form.cutting import cut_results
+from lightning_sym.symmetry.tracing.normal_form.diagonals import diagonal, of_diagonals
 from lightning_sym.symmetry.tracing.normal_form.extrema import CHOICES, REWRITES, chosen_value, of_exponentials
-from lightning_sym.symmetry.tracing.normal_form.filling import WRITES, joined_writes
+from lightning_sym.symmetry.tracing.normal_form.filling import WRITES, joined_writes, written_part
 from lightning_sym.symmetry.tracing.normal_form.heads import spell_heads
-from lightning_sym.symmetry.tracing.normal_form.indices import repeated
+from lightning_sym.symmetry.tracing.normal_form.indices import repeated, whole_axes
 from lightning_sym.symmetry.tracing.normal_form.kernels import filled, grouped, joined_flat, padded, taken_apart
 from lightning_sym.symmetry.tracing.normal_form.linear_maps import respell_layers
 from lightning_sym.symmetry.tracing.normal_form.lookups import gathered_rows, rows_at, rows_of_indicators
-from lightning_sym.symmetry.tracing.normal_form.masks import masked_product, spelled_mask, written_mask
+from lightning_sym.symmetry.tracing.normal_form.masks import chosen, masked_product, spelled_mask, written_mask
 from lightning_sym.symmetry.tracing.normal_form.parting import EARLIER
 from lightning_sym.symmetry.tracing.normal_form.regions import recognise
 from lightning_sym.symmetry.tracing.normal_form.segments import spread_edges
@@ -140,10 +142,8 @@ def normalise(capture: Capture, kept: Collection[str] = ()) -> Capture:
     for respell in (spread_edges, respell_layers, _group_parts, recognise_batch_norms, cut_results, spell_heads):
         if respell(rewriter):
             _spell(rewriter)
-    read_beside_inputs(rewriter)
-    read_as_sums(rewriter)
-    read_behind_layers(rewriter)
-    read_as_gains(rewriter)
+    for read in (read_beside_inputs, read_as_gains, read_as_sums, read_behind_layers):
+        read(rewriter)
     if recognise(rewriter):
         _spell(rewriter)
     while rewriter.rewrite(EARLIER):
@@ -288,6 +288,15 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(reduce, rows, [1])
 
 
+def _power_of_number(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite powers of a number as exponentials."""
+    base = r.number(node.args[0])
+    if not isinstance(node.args[1], fx.Node) or base is None or base <= 0 or r.made_of(node) == "constants":
+        return None
+    new = r.insert(aten.exp.default, r.insert(aten.mul.Tensor, node.args[1], math.log(base)))
+    return new if r.shape(new) == r.shape(node) else r.insert(aten.expand.default, new, list(r.shape(node)))
+
+
 def _scaled_sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite sums and differences with a factor ``alpha``."""
     alpha = node.kwargs.get("alpha", 1)
@@ -408,7 +417,7 @@ def _matrix_product(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _sum(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    for rewrite in (*_SUMS, masked_product, added_branches):
+    for rewrite in (*_SUMS, masked_product, chosen, added_branches):
         if (new := rewrite(r, node)) is not None:
             return new
     return None
@@ -527,7 +536,7 @@ def _undone(r: Rewriter, node: fx.Node) -> fx.Node | None:
             return before
         if isinstance(held, Tensor) and before is not node.args[0] and (part := _part_of(held, value)) is not None:
             return r.insert(aten.slice.Tensor, before, *part)
-    return None
+    return written_part(r, node)
 
 
 def _part_of(whole: Tensor, value: Tensor) -> tuple[int, int, int] | None:
@@ -620,7 +629,7 @@ _REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "mv"), _matrix_product),
     **dict.fromkeys({"linear"} | operations(Trait.CONVOLVE), _layer),
     **dict.fromkeys(("dot", "vdot"), product_of_vectors),
-    "einsum": lambda r, node: number_of_weights(r, node) or einsum(r, node),
+    "einsum": lambda r, node: number_of_weights(r, node) or of_diagonals(r, node) or einsum(r, node),
     **dict.fromkeys(_FOLDS, _total),
     "add": _sum,
     "sub": _difference,
@@ -628,7 +637,9 @@ _REWRITES: dict[str, Rewrite] = {
     "div": _quotient,
     "pow": _neutral,
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
-    **dict.fromkeys(("index", "index_select"), rows_at),
+    "index": lambda r, node: rows_at(r, node) or whole_axes(r, node),
+    "index_select": rows_at,
+    "diagonal": diagonal,
     "gather": gathered_rows,
     "im2col": _windows,
     **dict.fromkeys(("rms_norm", "layer_norm"), _norm),
@@ -647,6 +658,7 @@ _REWRITES: dict[str, Rewrite] = {
     "index_put": lambda r, node: written_mask(r, node) or joined_writes(r, node),
     "softmax": softmax,
     "eq": is_chosen,
+    "pow": _power_of_number,
     "abs": modulus,
     **dict.fromkeys(("real", "imag", "view_as_real"), parts_of_turns),
     **REWRITES,

@@ -3,6 +3,7 @@
 An entry here makes an unknown operation known to all rules (docs/theory/tracing.md, 6).
 """
 
+import math
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -154,6 +155,12 @@ def _diagonal(x: Tensor, diagonal: int = 0) -> Tensor:
     return x.diagonal(diagonal)
 
 
+def _softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    if beta == 1:
+        raise ValueError(beta)
+    return torch.nn.functional.softplus(x * beta, 1, threshold) / beta
+
+
 def _quantile(x: Tensor, q: float, dim: int, keepdim: bool = False, *, interpolation: str = "linear") -> Tensor:
     last = x.shape[dim] - 1
     if interpolation != "linear" or last == 0:
@@ -186,6 +193,8 @@ FUNCTIONS: Mapping[str, Written] = {
     "addcmul": lambda x, one, two, *, value=1: x + _times(one * two, value),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _matrix_product),
     "bilinear": _bilinear,
+    **dict.fromkeys(("exp2", "special_exp2"), lambda x: (x * math.log(2)).exp()),
+    "ldexp": lambda x, y: x * y.exp2(),
     "cdist": _distances,
     "convolution": _convolution,
     "cosine_similarity": _cosine,
@@ -203,6 +212,7 @@ FUNCTIONS: Mapping[str, Written] = {
     "prelu": _leaking,
     "quantile": _quantile,
     "scaled_dot_product_attention": _attention,
+    "softplus": _softplus,
 }
 
 
