@@ -461,6 +461,4 @@ def pointwise(target: Any, trace: Trace, *args: Any, **kwargs: Any) -> Any:
     for value in values:
         value = trace.permutations_only(value)
         result = value if result is None else trace.join(result, value, product=False)
-    if result is None:
-        return results_of(trace)
-    return [result] * len(meta) if isinstance(meta, (list, tuple)) else result  # as of frexp
+    return results_of(trace) if result is None else result

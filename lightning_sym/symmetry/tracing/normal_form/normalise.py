@@ -288,11 +288,11 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
     return r.insert(reduce, rows, [1])
 
 
-def _power_of_number(r: Rewriter, node: fx.Node) -> fx.Node | None:
-    """Rewrite powers of a number as exponentials."""
+def _power(r: Rewriter, node: fx.Node) -> fx.Node | None:
+    """Rewrite powers of a number as exponentials, and first powers."""
     base = r.number(node.args[0])
     if not isinstance(node.args[1], fx.Node) or base is None or base <= 0 or r.made_of(node) == "constants":
-        return None
+        return _neutral(r, node)
     new = r.insert(aten.exp.default, r.insert(aten.mul.Tensor, node.args[1], math.log(base)))
     return new if r.shape(new) == r.shape(node) else r.insert(aten.expand.default, new, list(r.shape(node)))
 
@@ -635,7 +635,7 @@ _REWRITES: dict[str, Rewrite] = {
     "sub": _difference,
     "mul": _product,
     "div": _quotient,
-    "pow": _neutral,
+    "pow": _power,
     **dict.fromkeys(operations(Trait.LIKE) - {"empty_like", "new_empty"}, _made_like),
     "index": lambda r, node: rows_at(r, node) or whole_axes(r, node),
     "index_select": rows_at,
@@ -658,7 +658,6 @@ _REWRITES: dict[str, Rewrite] = {
     "index_put": lambda r, node: written_mask(r, node) or joined_writes(r, node),
     "softmax": softmax,
     "eq": is_chosen,
-    "pow": _power_of_number,
     "abs": modulus,
     **dict.fromkeys(("real", "imag", "view_as_real"), parts_of_turns),
     **REWRITES,
