@@ -54,7 +54,18 @@ def run_on(network: nn.Module, *inputs: Any) -> Any:
     """
     given = inputs_for(network, inputs)
     with fitting(*inputs):
-        return network(*given)
+        return outputs_on(network, *given)
+
+
+def outputs_on(network: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+    """Call a network; one that differentiates inside also runs where gradients are off."""
+    try:
+        return network(*inputs, **keywords)
+    except RuntimeError as error:
+        if torch.is_grad_enabled() or "require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return tree_map_only(Tensor, Tensor.detach, network(*inputs, **keywords))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from lightning_sym._checks import UnfitInputsError
-from lightning_sym.symmetry import Symmetry, register_rule, trace_symmetry
+from lightning_sym.symmetry import Symmetry, register_rule, trace_symmetry, weight_matching
 from lightning_sym.symmetry.described import joined
 
 pytestmark = pytest.mark.measured
@@ -385,6 +385,26 @@ def test_shapes_that_depend_on_tokens_leave_rows_of_tables_alike() -> None:
     symmetry = trace_symmetry(network, torch.tensor([0, 1, 2]))
     other = torch.tensor([7, 0, 5, 8])
     torch.testing.assert_close(symmetry.act(symmetry.sample(), network)(other), network(other))
+
+
+def test_networks_that_differentiate_run_where_gradients_are_off() -> None:
+    """Most such networks expect callers with gradients, and change whether an input requires one."""
+
+    def residual(s: Any, x: Tensor) -> Tensor:
+        x = x.requires_grad_(True)
+        u = s.b(torch.tanh(s.a(x)))
+        slope = torch.autograd.grad(u, x, grad_outputs=torch.ones_like(u), create_graph=True)[0]
+        return slope.sum(1) + u[:, 0] - torch.autograd.grad(slope.sum(), x, create_graph=True)[0][:, 0]
+
+    network, x = program(residual, a=L(2, 6), b=L(6, 1)).double(), torch.randn(3, 2, dtype=torch.float64)
+    symmetry = trace_symmetry(network, x)
+    assert (symmetry.dimension, symmetry.signs, symmetry.nullity) == (0, 6, 0)
+    assert symmetry.log10_permutations == pytest.approx(math.log10(math.factorial(6)))
+    assert symmetry.notes == ()
+    assert not x.requires_grad
+    moved = symmetry.act(symmetry.sample(generator()), network)
+    torch.testing.assert_close(moved(x), network(x))
+    assert weight_matching(symmetry, network, moved).distance_after == pytest.approx(0, abs=1e-12)
 
 
 def in_place(h: Tensor) -> Tensor:

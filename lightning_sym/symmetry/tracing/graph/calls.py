@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_sym._distributed import outputs_on
 from lightning_sym._text import nearest, unknown
 
 # Outputs of `transformers` networks that their own next call reads.
@@ -48,7 +49,7 @@ class Call(NamedTuple):
 
     def run(self, network: nn.Module) -> Any:
         """Run a network on this call and return all outputs."""
-        return network(*self.positional, **self.keywords)
+        return outputs_on(network, *self.positional, **self.keywords)
 
     def outputs_of(self, network: nn.Module) -> list[Tensor]:
         """Run a network on this call and return the output tensors that count."""

@@ -591,7 +591,7 @@ def capture(
             held = {place: state[names[place]] for place in places_of(running)}
             known = [(state[name], states[name]) for name in constants]
             known += _integers(arguments, (call.positional, dict(call.keywords))) if given else []
-            with torch.no_grad(), Folding(known) if fold else contextlib.nullcontext():
+            with torch.set_grad_enabled(inside), Folding(known) if fold else contextlib.nullcontext():
                 outputs = torch.func.functional_call(running, held, *arguments, tie_weights=False)
             if cuts is not None:
                 outputs, *values = outputs
