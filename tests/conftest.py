@@ -171,6 +171,7 @@ def launcher() -> Iterator[subprocess.Popen[str]]:
     ) as process:
         yield process
         process.stdin.close()
+        process.terminate()  # workers of data loaders that were forked meanwhile may hold the pipe's end open
 
 
 @pytest.fixture(scope="module")
