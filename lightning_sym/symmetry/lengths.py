@@ -21,6 +21,9 @@ Result = TypeVar("Result")
 
 # Maximum number of combinations of axes to try; networks accept most examples at the first or second one.
 _MOST_TRIES = 8
+# Sizes of axes that have size 1 in an example. A network takes both if they are lengths, and one at most if it
+# broadcasts them: a gate or a mask that all of its units or heads share is no input with a number for each.
+_LENGTHS = (3, 2)
 # A number of samples beyond those of all other tests.
 _SAMPLES = 5
 # Size of the larger images for tests of large networks, if these accept them.
@@ -95,7 +98,7 @@ def other_lengths(
     images = any(t.is_floating_point() and t.ndim >= 4 for t in tensors)
     if thrifty and images and max(max(t.shape[2:], default=0) for t in tensors) > _LARGE_IMAGE:
         return
-    few = double(call)
+    few, ones = double(call), axes_of_call(call, 1) - samples
     if samples:
         one = thrifty and (images or all(t.ndim == 2 for t in tensors))  # sequences may come before samples
         several = pytree.tree_map_only(Tensor, lambda t: t[torch.arange(rows) % min(2, len(t))], few)
@@ -109,6 +112,8 @@ def other_lengths(
 
             def take(own: Axes, size: int = size) -> tuple[Call, Call, list[Tensor]] | None:
                 exactly = resized(few, own, size, generator)
+                if axes <= ones and not runs(network, [resized(few, own, _LENGTHS[size == _LENGTHS[0]])]):
+                    return None
                 try:
                     with containers_kept(network):
                         return resized(call, own, size), exactly, outputs_of(network, exactly)
@@ -184,7 +189,12 @@ def lengthened(examples: Sequence[Call], number: int, trace: Callable[[Call], Re
 
     def take(own: Axes) -> Result | None:
         samples = samples_of(call) & own  # two of them are as informative as three, and faster
-        return tried(trace, resized(resized(call, samples, 2), own - samples, size))
+        few, others = resized(call, samples, 2), own - samples
+        made = tried(trace, resized(few, others, size))
+        if made is None or not others:
+            return made
+        again = tried(trace, resized(few, others, _LENGTHS[1]))
+        return made if again is not None else None
 
     return grown(axes, take) if axes else None
 

@@ -167,3 +167,20 @@ def test_a_softmax_over_one_place_is_traced_over_several():
     found = trace_symmetry(network, small, check=False)
     assert found.dimension == trace_symmetry(network, large, check=False).dimension
     assert found.check(network, large) < EXACT
+
+
+@pytest.mark.parametrize("units", [2, 3, 4])
+def test_one_number_for_all_units_is_no_input_with_a_number_for_each(units: int) -> None:
+    """A network also takes 2 or 3 numbers, if it has as many units: another function, where they are told apart."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, units), nn.Linear(units, 6)
+
+        def forward(self, x, gate):
+            return self.last(self.first(x) * gate)
+
+    inputs = torch.randn(4, 6, dtype=torch.float64), torch.rand(4, 1, dtype=torch.float64)
+    symmetry = trace_symmetry(Gated().double(), inputs)
+    assert (symmetry.dimension, symmetry.notes) == (units**2, ())

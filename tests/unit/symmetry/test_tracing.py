@@ -407,6 +407,19 @@ def test_networks_that_differentiate_run_where_gradients_are_off() -> None:
     assert weight_matching(symmetry, network, moved).distance_after == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "rest",
+    [lambda m: (~m.bool()).double(), lambda m: torch.logical_not(m), lambda m: ~m.int()],
+    ids=["cast", "logical", "of integers"],
+)
+def test_what_is_no_mask_of_zeros_and_ones_has_no_opposite(rest: Callable[[Tensor], Tensor]) -> None:
+    """As a Boolean value, 0.3 is true, and its opposite is 0 rather than 0.7."""
+    network = program(lambda s, x, m: s.b(s.a(x) * rest(m) + s.c(x) * m), a=L(8, 3), c=L(8, 3), b=L(3, 4)).double()
+    inputs = torch.randn(4, 8, dtype=torch.float64), 1.5 * torch.rand(4, 1, dtype=torch.float64)
+    symmetry = trace_symmetry(network, inputs)  # its self-test passes
+    assert symmetry.dimension == 9
+
+
 def in_place(h: Tensor) -> Tensor:
     """Scale by degrees of a graph, as graph convolutions do."""
     degree = torch.ones(len(h)).scatter_add_(0, torch.tensor([0, 1, 0]), torch.ones(3)).pow_(-0.5)

@@ -95,11 +95,11 @@ def written_part(r: Rewriter, node: fx.Node) -> fx.Node | None:
     write = _write(r, whole) if r.name(whole) == "put" and r.name(node) in ("slice", "select") else None
     if write is None or math.prod(r.shape(whole)) > _MOST:
         return None
-    source, base, places, _ = write
+    source, base, places, adds = write
     read = moved(node, torch.arange(math.prod(r.shape(whole))).reshape(r.shape(whole)))
     if not bool(torch.isin(read, places).any()):
         return r.insert(node.target, base, *node.args[1:], **node.kwargs)  # type: ignore[arg-type]
-    return source if torch.equal(read, places) else None
+    return source if torch.equal(read, places) and not adds else None
 
 
 def _beside_rest(r: Rewriter, node: fx.Node, last: _Write, held: Any) -> fx.Node | None:

@@ -78,7 +78,7 @@ def _is_rest(r: Rewriter, rest: Any, mask: Any) -> bool:
         one, own = rest.args if r.name(rest) == "sub" else rest.args[::-1]
         return own is mask and r.number(one) == 1
     (one, turned), (two, again) = _positive(r, rest), _positive(r, mask)
-    return one is two and turned != again
+    return one is two and turned != again and one.meta["val"].dtype == torch.bool
 
 
 def _leads_to_softmax(r: Rewriter, node: fx.Node, low: float) -> bool:
@@ -147,10 +147,16 @@ def _hidden_already(r: Rewriter, node: fx.Node) -> fx.Node | None:
 
 
 def _positive(r: Rewriter, mask: Any) -> tuple[Any, bool]:
-    """Strip the casts and negations of a mask; return the mask and whether it was negated."""
+    """Strip the negations and casts of a mask; return the mask and whether it was negated.
+
+    Only what was Boolean before can be negated, and only casts to floating numbers keep all values.
+    """
     turned = False
     while (name := r.name(mask)) in operations(Trait.CAST) | {"logical_not", "bitwise_not"}:
-        mask, turned = mask.args[0], turned != (name not in operations(Trait.CAST))
+        cast, before = name in operations(Trait.CAST), mask.args[0].meta["val"].dtype
+        if before != torch.bool and not (cast and mask.meta["val"].is_floating_point()):
+            break
+        mask, turned = mask.args[0], turned != (not cast)
     return mask, turned
 
 

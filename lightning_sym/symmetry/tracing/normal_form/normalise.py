@@ -291,7 +291,8 @@ def _bag(r: Rewriter, node: fx.Node) -> fx.Node | None:
 def _power(r: Rewriter, node: fx.Node) -> fx.Node | None:
     """Rewrite powers of a number as exponentials, and first powers."""
     base = r.number(node.args[0])
-    if not isinstance(node.args[1], fx.Node) or base is None or base <= 0 or r.made_of(node) == "constants":
+    floating = node.meta["val"].is_floating_point() and isinstance(node.args[1], fx.Node)
+    if not floating or base is None or base <= 0 or r.made_of(node) == "constants":
         return _neutral(r, node)
     new = r.insert(aten.exp.default, r.insert(aten.mul.Tensor, node.args[1], math.log(base)))
     return new if r.shape(new) == r.shape(node) else r.insert(aten.expand.default, new, list(r.shape(node)))
