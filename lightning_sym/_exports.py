@@ -59,7 +59,8 @@ def lazy(package: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], li
 def _explained(value: Any) -> Any:
     """Explain the errors of a function, also in its module, where pickle looks for it, or of a class.
 
-    Of modules and metrics, these are constructors and updates; tracing and compilation see ``forward`` unchanged.
+    For modules and metrics, explain errors of constructors and updates only: ``forward`` stays as tracing and
+    compilation expect it.
     """
     if inspect.isfunction(value):
         value = explained(value)

@@ -596,7 +596,7 @@ def _sums(network: nn.Module, data: LabelledBatches, loss: Loss, *, check: bool)
 
 
 def _ignored(loss: Loss) -> int | None:
-    """Return which label a loss leaves out of its mean over the other ones; None if that is not known."""
+    """Return the label that a loss ignores; None if it is unknown."""
     given: dict[str, Any] = {}
     function: Any = loss
     if isinstance(function, functools.partial) and not function.args:

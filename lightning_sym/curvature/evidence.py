@@ -70,8 +70,8 @@ class Evidence:
             + \delta_l \|\theta_l\|^2\Big],
 
     with eigenvalues e of the curvature at unit noise, precisions :math:`\delta = \exp \lambda` of the Gaussian prior,
-    and h = 1 / temperature, for regression 1 / (temperature * sigma^2), which multiplies the fit in
-    :math:`\log p(D | \theta)`, too.
+    and h = 1 / temperature, for regression 1 / (temperature * sigma^2). The factor h also multiplies the fit in
+    :math:`\log p(D | \theta)`.
 
     Args:
         factors: Curvature of the parameters. With several processes the constructor is to be called on every rank, as

@@ -97,7 +97,7 @@ def minimize_on_orbit(
             if there are data, and returns a scalar, differentiable by the parameters; or an :class:`Objective`.
         data: One batch, or an iterable of batches, which is read once. A batch is a tensor, a pair of inputs and
             targets, a mapping of keyword arguments, or a :class:`Call`. Floating inputs are converted to float64.
-            Batches count equally, whatever their sizes.
+            Each batch has the same weight, also a smaller one.
         factors: The coordinates that move: "all", or some of ``scales``, ``cells`` (matrices on heads and linear layers
             in a row), ``gained`` (matrices around batch norms, which keep the function in evaluation mode only),
             ``rotations``, ``phases``, ``shifts``, ``tilts``, and of patterns of names of axis groups
